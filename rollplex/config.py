@@ -1,0 +1,292 @@
+"""A recipe: what a run is, as frozen pydantic models read from TOML, with dotted overrides on top.
+
+Unknown keys are errors. Every default is a value that works; every field says its unit. This file knows no model, no
+data and no torch: what can only be checked against them is checked where they are read.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rollplex.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class ModelConfig(Section):
+    """Which weights, and in which precision they compute."""
+
+    path: str
+    """A local directory in Hugging Face format, or a hub name."""
+    reference: str | None = None
+    """The frozen reference's weights; by default those at `path`."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    train_vision: bool = False
+    """Train the vision tower (its merger included), or keep it frozen."""
+
+
+class DataConfig(Section):
+    """Where prompts come from, and which columns mean what. A column name may be dotted: `reward_model.ground_truth`."""
+
+    train: str
+    """A .jsonl or .parquet file (or a glob of them), or `module:function` / `file.py:function` returning a sequence of rows."""
+    eval: str | None = None
+    prompt_column: str = "prompt"
+    images_column: str | None = None
+    """One image or a list of them: path, bytes, {"bytes": ...} or {"path": ...}, PIL. By default `images`, else `image`."""
+    answer_column: str | None = None
+    """A column that every row must have; also passed to reward functions as `answer`."""
+    image_marks: Literal["strict", "prepend"] = "strict"
+    """strict: as many <image> marks as images. prepend: a prompt without marks gets its images at the first user turn."""
+    system_prompt: str | None = None
+    chat_template: bool = True
+    """Wrap a text prompt as one user message of the checkpoint's chat template; chat messages always use it."""
+    max_prompt_tokens: Positive = 16384
+    """Longest prompt after placeholders are expanded, tokens."""
+    min_pixels: Positive | None = None
+    max_pixels: Positive | None = None
+    """Image size after resizing, pixels; by default the checkpoint's own limits."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    check_images: Literal["decode", "header"] = "decode"
+    """At ingestion, read every image wholly, or only its header."""
+    shuffle: bool = True
+    num_workers: Positive = 2
+    """Worker processes that decode and process media."""
+    prefetch_steps: Positive = 2
+    """Batches prepared ahead of need."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled, and how much is decoded together."""
+
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Responses per prompt, G."""
+    max_new_tokens: Positive = 512
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """0 is greedy; training needs more than 0."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0 keeps every id."""
+    min_p: Fraction = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the checkpoint's end-of-sequence ids."""
+    stop_strings: tuple[str, ...] = ()
+    """A response ends with the token that completes one of them; the string stays in the text."""
+    max_batch_samples: Positive = 256
+    """Samples decoded together."""
+    max_batch_tokens: Positive = 8192
+    """Tokens of one decode step: one per decoded sample, and those recomputed after a preemption."""
+    block_size: Positive = 16
+    """Tokens per K/V block of a suffix."""
+    num_blocks: Positive | None = None
+    """K/V blocks for all suffixes; by default enough for max_batch_samples of full length."""
+
+
+class AlgoConfig(Section):
+    """GRPO and its close relatives."""
+
+    scale_advantages: bool = True
+    """Divide the group-relative advantage by the group's standard deviation (false: Dr. GRPO)."""
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0.0)] = 0.2
+    aggregation: Literal["token-mean", "sequence-mean", "constant-length"] = "token-mean"
+    """token-mean: over the batch's tokens. sequence-mean: over each response, then over responses. constant-length: sum / (responses * max_new_tokens)."""
+    kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """0 runs no reference at all."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_coefficient: float = 0.0
+    """Adds entropy_coefficient * entropy to the objective."""
+    mask_truncated: bool = False
+    """Leave responses that ran into max_new_tokens out of the loss."""
+    epochs: Positive = 1
+    """Passes over each batch."""
+    num_minibatches: Positive = 1
+    """Updates per pass: the batch's groups are divided into so many parts."""
+
+    @property
+    def num_updates(self) -> int:
+        """Weight updates per batch."""
+        return self.epochs * self.num_minibatches
+
+
+class RewardFunction(Section):
+    """One reward function and its weight."""
+
+    function: str
+    """A built-in (`exact_match`, `number_match`, `multiple_choice`, `format`), `module:function` or `file.py:function`."""
+    weight: float = 1.0
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments passed with every call."""
+
+    @property
+    def name(self) -> str:
+        return self.function.rsplit(":", 1)[-1]
+
+
+class RewardConfig(Section):
+    """What a response is worth: the weighted sum of functions, run in worker processes."""
+
+    functions: tuple[RewardFunction, ...] = (RewardFunction(function="exact_match"),)
+    per: Literal["sample", "group"] = "sample"
+    """One call per sample as soon as it is finished, or one per prompt group (for functions that compare siblings)."""
+    timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
+    on_error: Literal["error", "zero"] = "error"
+    num_workers: Positive = 2
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _accept_names(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        return [{"function": item} if isinstance(item, str) else item for item in value]
+
+    @field_validator("functions")
+    @classmethod
+    def _at_least_one(cls, value: tuple[RewardFunction, ...]) -> tuple[RewardFunction, ...]:
+        if not value:
+            raise ValueError("needs at least one function")
+        return value
+
+
+class TrainConfig(Section):
+    """Batch, schedule and optimizer."""
+
+    steps: Positive = 100
+    prompts_per_step: Positive = 64
+    microbatch_tokens: Positive = 16384
+    """Suffix tokens of one forward and backward; a single longer response still runs, by itself."""
+    logprob_chunk_tokens: Positive = 1024
+    """Tokens whose logits exist at the same time in the head."""
+    recompute: Literal["none", "layer"] = "layer"
+    """Activations of a suffix pass: keep all, or keep layer inputs and recompute."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_learning_rate_ratio: Fraction = 0.0
+    """Where the decay ends, as a share of learning_rate."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """On matrices; norms and biases are not decayed."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Clip by the global norm over every trained parameter."""
+
+
+class EvalConfig(Section):
+    """Held-out evaluation: greedy unless said otherwise, one response per prompt."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    """0: never during the run. With data.eval set, it also runs before the first and after the last step."""
+    max_prompts: Positive | None = None
+    temperature: Annotated[float, Field(ge=0.0)] = 0.0
+
+
+class RunConfig(Section):
+    """Where a run lives and how it is executed."""
+
+    directory: str = "runs/default"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    runner: Literal["serial", "overlapped"] = "overlapped"
+    checkpoint_every_steps: Annotated[int, Field(ge=0)] = 0
+    """0: only at the end and on Ctrl-C."""
+    keep_checkpoints: Positive = 2
+    resume: bool = True
+    """Continue from the newest whole checkpoint in `directory`; false refuses a directory that has one."""
+    save_samples: bool = True
+    tensorboard: bool = True
+
+
+class Config(Section):
+    """A whole recipe."""
+
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    reward: RewardConfig = RewardConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        def refuse(field: str, value: object, why: str, remedy: str) -> None:
+            raise ValueError(f"{field} = {value!r}: {why}; {remedy}")
+
+        if self.rollout.temperature == 0.0:
+            refuse("rollout.temperature", 0.0, "greedy samples of a group are all equal", "use a value above 0")
+        if self.algo.num_minibatches > self.train.prompts_per_step:
+            refuse("algo.num_minibatches", self.algo.num_minibatches, "more parts than prompts in a step",
+                   f"use at most train.prompts_per_step = {self.train.prompts_per_step}")  # fmt: skip
+        if self.eval.every_steps and self.data.eval is None:
+            refuse("eval.every_steps", self.eval.every_steps, "there is nothing to evaluate on", "set data.eval")
+        if self.rollout.group_size == 1 and self.algo.scale_advantages:
+            refuse("rollout.group_size", 1, "a group of one has no relative advantage", "use 2 or more")
+        if self.data.min_pixels and self.data.max_pixels and self.data.min_pixels > self.data.max_pixels:
+            refuse("data.min_pixels", self.data.min_pixels, f"above data.max_pixels = {self.data.max_pixels}", "lower it")
+        return self
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML recipe and apply `section.field=value` overrides, later ones last.
+
+    A value is read as TOML (`3`, `true`, `["a"]`); what is not TOML is taken as a string.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, an override is malformed, a key is unknown, a value is out of range.
+    """
+    path = Path(recipe)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """Validate nested values; raises ConfigError with one line per wrong field."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(item) for item in error.errors())) from error
+
+
+def _describe(item: Any) -> str:
+    field = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "missing":
+        return f"{field}: missing; set it in the recipe or as {field}=VALUE"
+    if item["type"] == "extra_forbidden":
+        return f"{field} = {item['input']!r}: unknown field; check the spelling (docs/recipes.md lists every field)"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{field} = {item['input']!r}: {message}" if field else message
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not separator or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"override {override!r}: expected section.field=value, for example train.steps=200")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    section = values
+    for part in parts[:-1]:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+    section[parts[-1]] = value

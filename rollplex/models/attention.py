@@ -1,0 +1,159 @@
+"""The three ways in which a decoder layer attends, behind the decoder's `Attention` protocol.
+
+    PrefixAttention   packed causal attention over one prompt's prefix; hands out its keys and values
+    SuffixAttention   suffix tokens see their group's whole prefix and, causally, their own sequence
+    DecodeAttention   one new token per sample: the group's prefix is read once for all its samples, own K/V is paged
+
+They know layers by number and prefixes by their K/V tensors; not where those come from, nor what becomes of the output.
+
+Legend: T tokens, N query heads, K key/value heads, G query heads per K, D head dim, P prefix tokens, L layers, S history slots.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rollplex.models.kernels.flash import Segments, flash_backward, flash_forward, merge
+
+KeepKV = Callable[[int, Tensor, Tensor], None]
+"""Called with (layer, k [T, K, D], v [T, K, D]) before attention."""
+
+
+class PrefixAttention:
+    """Causal attention over one sequence, differentiable; `keep` receives every layer's K and V."""
+
+    def __init__(self, keep: KeepKV) -> None:
+        self._keep = keep
+
+    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        self._keep(layer, k_TKD, v_TKD)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TND, k_TKD, v_TKD))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return o[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class PrefixKV:
+    """Keys and values of one prefix, and where their gradients are summed (float32) when there is a backward pass."""
+
+    k_LPKD: Tensor
+    v_LPKD: Tensor
+    grad_k_LPKD: Tensor | None = None
+    grad_v_LPKD: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Prefix tokens, P; may be 0."""
+        return self.k_LPKD.shape[1]
+
+
+class SuffixAttention:
+    """Packed suffixes of one group over the group's prefix.
+
+    The two parts are merged by log-sum-exp. Backward is exact for q and the suffix's own k and v through autograd; the
+    prefix's gradients are added to `prefix.grad_k_LPKD` and `grad_v_LPKD`, outside autograd, because several microbatches
+    of the group add to them before the prefix's one backward pass.
+    """
+
+    def __init__(self, prefix: PrefixKV, segments: Segments, keep: KeepKV | None = None) -> None:
+        self._prefix, self._segments, self._keep = prefix, segments, keep
+
+    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if self._keep is not None:
+            self._keep(layer, k_TKD, v_TKD)
+        return cast(Tensor, _MergedAttention.apply(q_TND, k_TKD, v_TKD, self._prefix, layer, self._segments))
+
+
+class _MergedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, prefix: PrefixKV, layer: int, segments: Segments
+    ) -> Tensor:
+        o_TND, lse_NT = flash_forward(q_TND, k_TKD, v_TKD, causal=True, segments=segments)
+        if prefix.length:
+            prefix_o, prefix_lse = flash_forward(q_TND, prefix.k_LPKD[layer], prefix.v_LPKD[layer], causal=False)
+            o_TND, lse_NT = merge(prefix_o, prefix_lse, o_TND, lse_NT)
+        ctx.save_for_backward(q_TND, k_TKD, v_TKD, o_TND, lse_NT)
+        ctx.prefix, ctx.layer, ctx.segments = prefix, layer, segments
+        return o_TND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        prefix, layer = ctx.prefix, ctx.layer
+        grad_q, grad_k, grad_v = flash_backward(grad_TND, q, k, v, o, lse, causal=True, segments=ctx.segments)
+        if prefix.length:
+            assert prefix.grad_k_LPKD is not None, "a backward pass through a prefix needs somewhere to add its gradient"
+            assert prefix.grad_v_LPKD is not None
+            prefix_q, prefix_k, prefix_v = flash_backward(
+                grad_TND, q, prefix.k_LPKD[layer], prefix.v_LPKD[layer], o, lse, causal=False
+            )
+            grad_q = grad_q + prefix_q
+            prefix.grad_k_LPKD[layer] += prefix_k
+            prefix.grad_v_LPKD[layer] += prefix_v
+        return grad_q, grad_k, grad_v, None, None, None
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Storage of every decoded suffix: slot = block * block_size + offset. k and v [L, slots, K, D]."""
+
+    k_LSKD: Tensor
+    v_LSKD: Tensor
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Put one token's K and V into each slot."""
+        self.k_LSKD[layer].index_copy_(0, slots_T, k_TKD)
+        self.v_LSKD[layer].index_copy_(0, slots_T, v_TKD)
+
+
+class DecodeAttention:
+    """One decode step of T samples; rows of one group are adjacent.
+
+    Args:
+        pages: where the samples' own K and V live.
+        slots_T: where this step's K and V of each sample go.
+        history_TS: slots of each sample's suffix so far, this step's included, in order; padded to the longest.
+        history_lengths_T: how many of them are real.
+        prefixes: each group's prefix and its number of rows, in row order.
+    """
+
+    def __init__(
+        self, pages: PagedKV, slots_T: Tensor, history_TS: Tensor, history_lengths_T: Tensor,
+        prefixes: Sequence[tuple[PrefixKV, int]],
+    ) -> None:  # fmt: skip
+        self._pages, self._slots_T, self._history_TS, self._prefixes = pages, slots_T, history_TS, prefixes
+        positions_S = torch.arange(history_TS.shape[1], device=history_TS.device)
+        self._padding_TS = positions_S >= history_lengths_T.unsqueeze(1)
+
+    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        self._pages.write(layer, self._slots_T, k_TKD, v_TKD)
+        own_o_TND, own_lse_NT = self._own(layer, q_TND)
+        outputs, start = [], 0
+        for prefix, num_rows in self._prefixes:
+            rows = slice(start, start + num_rows)
+            start += num_rows
+            if not prefix.length:
+                outputs.append(own_o_TND[rows])
+                continue
+            o, lse = flash_forward(q_TND[rows], prefix.k_LPKD[layer], prefix.v_LPKD[layer], causal=False)
+            outputs.append(merge(o, lse, own_o_TND[rows], own_lse_NT[:, rows])[0])
+        return torch.cat(outputs)
+
+    def _own(self, layer: int, q_TND: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of each sample over its own suffix, in float32: o [T, N, D] and lse [N, T]."""
+        k_TSKD = self._pages.k_LSKD[layer][self._history_TS].float()
+        v_TSKD = self._pages.v_LSKD[layer][self._history_TS].float()
+        q_TKGD = q_TND.float().view(q_TND.shape[0], k_TSKD.shape[2], -1, q_TND.shape[-1])
+        scores_TKGS = torch.einsum("tkgd,tskd->tkgs", q_TKGD, k_TSKD) * q_TND.shape[-1] ** -0.5
+        scores_TKGS = scores_TKGS.masked_fill(self._padding_TS[:, None, None, :], float("-inf"))
+        lse_TKG = scores_TKGS.logsumexp(-1)
+        weights_TKGS = (scores_TKGS - lse_TKG.unsqueeze(-1)).exp()
+        o_TKGD = torch.einsum("tkgs,tskd->tkgd", weights_TKGS, v_TSKD)
+        return o_TKGD.reshape(q_TND.shape).to(q_TND.dtype), lse_TKG.reshape(q_TND.shape[:2]).transpose(0, 1)

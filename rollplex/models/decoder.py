@@ -1,0 +1,166 @@
+"""The text decoder: one module for every phase. What attends to what is the `Attention` argument's business.
+
+    x -> [ norm -> qkv -> rotary -> attention(layer, q, k, v) -> out -> + -> norm -> gate_up -> silu * -> down -> + ] x L -> norm
+
+It does not know prefixes, suffixes, pages, batches or gradients; tokens are rows. Parameters are packed in nested order:
+`qkv` is a concatenation over key/value heads of (its query heads, its key, its value), `gate_up` over up to 8 slots of
+(gate rows, up rows), so that the shard of any tensor-parallel degree that divides the slots is one contiguous range of rows.
+Row-parallel weights (`out`, `down`) are stored transposed for the same reason and used as `.t()` views.
+
+Legend: T tokens, H hidden, N query heads, K key/value heads, G query heads per K, D head dim, F intermediate, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GATE_UP_SLOTS = 8
+"""Finest tensor-parallel degree of the feed-forward part that stays contiguous: 8 GPUs of one host."""
+
+
+class Attention(Protocol):
+    """What a layer calls: queries, keys (both rotated) and values of this layer's T tokens in, mixed values out."""
+
+    def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        """Returns o [T, N, D]."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shapes of a decoder; a family's adapter makes it from the Hugging Face config."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, ...]
+    """Rotary frequencies that follow the temporal, height and width position; they add up to head_dim / 2."""
+    tied_embeddings: bool
+    initializer_range: float = 0.02
+
+    @property
+    def num_gate_up_slots(self) -> int:
+        return math.gcd(GATE_UP_SLOTS, self.intermediate)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary angles of T tokens, in the compute dtype: cos and sin [T, 1, D]."""
+
+    cos_T1D: Tensor
+    sin_T1D: Tensor
+
+    def rotate(self, x_TND: Tensor) -> Tensor:
+        """Rotate halves: (a, b) -> (a cos - b sin, b cos + a sin)."""
+        a, b = x_TND.chunk(2, dim=-1)
+        return x_TND * self.cos_T1D + torch.cat((-b, a), dim=-1) * self.sin_T1D
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean square in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        x32_TH = x_TH.float()
+        scale_T1 = torch.rsqrt(x32_TH.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x32_TH * scale_T1).to(x_TH.dtype)
+
+
+class Layer(nn.Module):
+    """One decoder layer, in two halves around the attention call."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.config = index, config
+        qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.qkv = nn.Parameter(torch.empty(qkv_rows, config.hidden))
+        self.qkv_bias = nn.Parameter(torch.zeros(qkv_rows))
+        self.out_t = nn.Parameter(torch.empty(config.num_heads * config.head_dim, config.hidden))
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate, config.hidden))
+        self.down_t = nn.Parameter(torch.empty(config.intermediate, config.hidden))
+
+    def forward(self, x_TH: Tensor, rope: Rope, attention: Attention) -> Tensor:
+        q_TND, k_TKD, v_TKD = self.project(x_TH, rope)
+        return self.finish(x_TH, attention(self.index, q_TND, k_TKD, v_TKD))
+
+    def project(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [T, N, D] and keys [T, K, D], and values [T, K, D]."""
+        c = self.config
+        qkv = F.linear(self.attention_norm(x_TH), self.qkv, self.qkv_bias)
+        slots_TKGD = qkv.view(-1, c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
+        q_TND = slots_TKGD[:, :, :-2].reshape(-1, c.num_heads, c.head_dim)
+        return rope.rotate(q_TND), rope.rotate(slots_TKGD[:, :, -2]), slots_TKGD[:, :, -1]
+
+    def finish(self, x_TH: Tensor, o_TND: Tensor) -> Tensor:
+        """Output projection and feed-forward part, with both residual additions."""
+        x_TH = x_TH + F.linear(o_TND.reshape(x_TH.shape[0], -1), self.out_t.t())
+        gate_up = F.linear(self.mlp_norm(x_TH), self.gate_up)
+        slots = gate_up.view(x_TH.shape[0], self.config.num_gate_up_slots, 2, -1)
+        hidden_TF = (F.silu(slots[:, :, 0]) * slots[:, :, 1]).reshape(x_TH.shape[0], -1)
+        return x_TH + F.linear(hidden_TF, self.down_t.t())
+
+
+class Decoder(nn.Module):
+    """Token embeddings, layers, final norm and output head (which may be the embedding table itself)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.untied_head = None if config.tied_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden))
+
+    @property
+    def head(self) -> Tensor:
+        """Output head [V, H]."""
+        return self.embedding if self.untied_head is None else self.untied_head
+
+    def layer(self, index: int) -> Layer:
+        layer = self.layers[index]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def rope(self, positions_3T: Tensor) -> Rope:
+        """Multimodal rotary angles (Qwen2-VL, arXiv 2409.12191, section 2.1) for (temporal, height, width) positions."""
+        c, device = self.config, positions_3T.device
+        exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
+        frequencies = (1.0 / (c.rope_theta**exponents)).to(device)
+        angles_3TD = positions_3T.float().unsqueeze(-1) * frequencies
+        sections = angles_3TD.split(c.mrope_section, dim=-1)
+        angles_TD = torch.cat([section[i % 3] for i, section in enumerate(sections)], dim=-1)
+        angles_T1D = torch.cat((angles_TD, angles_TD), dim=-1).unsqueeze(1)
+        dtype = self.embedding.dtype
+        return Rope(angles_T1D.cos().to(dtype), angles_T1D.sin().to(dtype))
+
+    def forward(self, x_TH: Tensor, rope: Rope, attention: Attention) -> Tensor:
+        """Hidden states after the final norm [T, H], from token embeddings."""
+        for index in range(self.config.num_layers):
+            x_TH = self.layer(index)(x_TH, rope, attention)
+        hidden_TH: Tensor = self.norm(x_TH)
+        return hidden_TH
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator) -> None:
+        """Random weights as the family initialises them: normal matrices, zero biases, unit norms."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, self.config.initializer_range, generator=generator)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,0 +1,122 @@
+"""The output head: hidden states to logits, and to the log-probability and entropy of given tokens.
+
+The logits of a whole microbatch are the largest tensor of a training step (16,384 tokens x 152,064 ids are 10 GB in
+float32), and only two numbers per token are wanted. So `token_logprobs` goes over the tokens in chunks, forward and
+backward, and keeps per token no more than the log-sum-exp and the entropy; backward makes each chunk's logits again.
+`token_logprobs_at_once` is the same function as one would write it first.
+
+Logits are computed in the weights' dtype and then widened to float32, as transformers does. This file knows no
+decoder, no sampling filter and no loss.
+
+Shapes: T tokens, C tokens of one chunk, B sequences, H hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def logits(hidden_BH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Logits float32 [B, V] (float64 for float64 inputs, which only tests use)."""
+    logits_BV = hidden_BH @ weight_VH.t()
+    return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+
+
+def token_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, both float32 [T].
+
+    The distribution is softmax(logits / temperature); targets_T are int64. At most chunk_tokens rows of logits exist
+    at a time. The result is differentiable in hidden_TH and in weight_VH, whichever requires it. with_entropy false
+    returns the entropy without gradient, which saves work in the backward pass.
+    """
+    assert temperature > 0 and chunk_tokens >= 1, (temperature, chunk_tokens)
+    assert hidden_TH.dtype == weight_VH.dtype, f"hidden {hidden_TH.dtype}, weight {weight_VH.dtype}"
+    logprobs_T, entropy_T = _TokenLogprobs.apply(
+        hidden_TH, weight_VH, targets_T, temperature, chunk_tokens, with_entropy
+    )
+    return logprobs_T, entropy_T
+
+
+def token_logprobs_at_once(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The slow, obvious `token_logprobs`: all logits at once, gradients by autograd; chunk_tokens is not used."""
+    logprobs_TV = torch.log_softmax(logits(hidden_TH, weight_VH) / temperature, dim=-1)
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=-1)
+    logprobs_T = logprobs_TV.gather(1, targets_T[:, None])[:, 0]
+    return logprobs_T, entropy_T if with_entropy else entropy_T.detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """d logprob / dz_j = onehot_j - p_j;  d entropy / dz_j = -p_j (log p_j + entropy);  dz / dlogits = 1 / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        targets_T: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+        lse_T = torch.empty(len(hidden_TH), dtype=wide, device=hidden_TH.device)
+        logprobs_T, entropy_T = torch.empty_like(lse_T), torch.empty_like(lse_T)
+        for rows in _chunks(len(hidden_TH), chunk_tokens):
+            z_CV = logits(hidden_TH[rows], weight_VH).div_(temperature)
+            torch.logsumexp(z_CV, dim=-1, out=lse_T[rows])
+            logprobs_CV = z_CV.sub_(lse_T[rows, None])
+            logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None])[:, 0]
+            entropy_T[rows] = -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1)
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, lse_T, entropy_T if with_entropy else None)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden_TH, weight_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+        # float32 over the chunks, so that the sum does not depend on the compute dtype's few bits
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=lse_T.dtype) if needs_weight else None
+        if grad_logprobs_T is None:
+            grad_logprobs_T = torch.zeros_like(lse_T)
+        for rows in _chunks(len(hidden_TH), ctx.chunk_tokens):
+            logprobs_CV = logits(hidden_TH[rows], weight_VH).div_(ctx.temperature).sub_(lse_T[rows, None])
+            probs_CV = logprobs_CV.exp()
+            grad_CV = probs_CV * -grad_logprobs_T[rows, None]
+            if entropy_T is not None and grad_entropy_T is not None:
+                grad_CV -= probs_CV.mul_(logprobs_CV.add_(entropy_T[rows, None])).mul_(grad_entropy_T[rows, None])
+            grad_CV.scatter_add_(1, targets_T[rows, None], grad_logprobs_T[rows, None])
+            grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
+            if grad_hidden_TH is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[rows])
+            if grad_weight_VH is not None:
+                grad_weight_VH += grad_CV.t() @ hidden_TH[rows]
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *(None,) * 4
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens))

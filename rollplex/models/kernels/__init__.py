@@ -1,0 +1,1 @@
+"""Attention arithmetic on plain tensors: no model, no state, no module."""

@@ -1,0 +1,122 @@
+"""Prefix once: a prompt's prefix is computed forward once per model version, and backward once.
+
+    prefix_forward    keeps K and V of every layer, and (for training) every layer's input
+    prefix_backward   last layer to first: recompute the layer from its input, backward with the gradient of its output
+                      (from the layer above) and of its K and V (summed over all suffixes of the group)
+
+Nothing reads the last layer's output of a prefix, so of the last layer only K and V are computed, in both directions.
+Both are generators that yield after each layer, for the runner to take turns; no grad mode is held across a yield.
+
+Legend: P prefix tokens, H hidden, K key/value heads, D head dim, L layers.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollplex.errors import StaleStateError
+from rollplex.models.attention import PrefixAttention, PrefixKV
+from rollplex.models.decoder import Rope
+from rollplex.models.vlm import Encoded, VisionLanguageModel
+from rollplex.types import Prompt
+
+
+@dataclass(eq=False)
+class PrefixState:
+    """One prompt's prefix under one version of one model.
+
+    inputs: each layer's input [P, H], kept for the backward pass; empty when it was not asked for.
+    """
+
+    version: int
+    ids_P: Tensor
+    rope: Rope
+    encoded: Encoded
+    kv: PrefixKV
+    inputs: list[Tensor]
+
+    def require(self, version: int) -> PrefixKV:
+        """The K/V, if they were made with this version of the weights."""
+        if version != self.version:
+            raise StaleStateError(f"a prefix computed with policy version {self.version} was used at version {version}")
+        return self.kv
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of K, V, their gradients and the kept inputs."""
+        kv = self.kv
+        tensors = [kv.k_LPKD, kv.v_LPKD, kv.grad_k_LPKD, kv.grad_v_LPKD, *self.inputs]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def prefix_forward(
+    model: VisionLanguageModel, prompt: Prompt, encoded: Encoded, *, for_training: bool
+) -> Generator[None, None, PrefixState]:
+    """Compute a prefix; `for_training` keeps layer inputs and makes room for the gradients of K and V."""
+    c, length, device = model.decoder.config, prompt.prefix_length, model.device
+    ids_P = torch.from_numpy(prompt.ids[:-1]).to(device)
+    shape = (c.num_layers, length, c.num_kv_heads, c.head_dim)
+    k_LPKD, v_LPKD = (torch.empty(shape, dtype=model.dtype, device=device) for _ in range(2))
+    inputs: list[Tensor] = []
+
+    def keep(layer: int, k_PKD: Tensor, v_PKD: Tensor) -> None:
+        k_LPKD[layer], v_LPKD[layer] = k_PKD, v_PKD
+
+    attention = PrefixAttention(keep)
+    with torch.no_grad():
+        rope = model.decoder.rope(torch.from_numpy(prompt.positions[:, :-1]).to(device))
+        x_PH = model.embed(ids_P, encoded.features)
+    for index in range(c.num_layers if length else 0):
+        layer = model.decoder.layer(index)
+        with torch.no_grad():
+            if for_training:
+                inputs.append(x_PH)
+            if index == c.num_layers - 1:
+                keep(index, *layer.project(x_PH, rope)[1:])
+            else:
+                x_PH = layer(x_PH, rope, attention)
+        yield
+    gradients = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2 if for_training else 0)]
+    return PrefixState(model.version, ids_P, rope, encoded, PrefixKV(k_LPKD, v_LPKD, *gradients), inputs)
+
+
+def prefix_backward(model: VisionLanguageModel, state: PrefixState, *, train_vision: bool) -> Generator[None, None, None]:
+    """Add the prefix's part of the gradient to the parameters, from the gradients gathered in `state.kv`."""
+    kv, last = state.require(model.version), model.decoder.config.num_layers - 1
+    if not kv.length:
+        return
+    assert state.inputs and kv.grad_k_LPKD is not None and kv.grad_v_LPKD is not None, "prefix was not kept for training"
+    grad_PH: Tensor | None = None
+    for index in reversed(range(last + 1)):
+        layer, kept = model.decoder.layer(index), dict[str, Tensor]()
+
+        def keep(_: int, k_PKD: Tensor, v_PKD: Tensor, kept: dict[str, Tensor] = kept) -> None:
+            kept.update(k=k_PKD, v=v_PKD)
+
+        with torch.enable_grad():
+            x_PH = state.inputs[index].detach().requires_grad_()
+            if index == last:
+                keep(index, *layer.project(x_PH, state.rope)[1:])
+                outputs, gradients = [], []
+            else:
+                outputs, gradients = [layer(x_PH, state.rope, PrefixAttention(keep))], [grad_PH]
+        dtype = x_PH.dtype
+        gradients += [kv.grad_k_LPKD[index].to(dtype), kv.grad_v_LPKD[index].to(dtype)]
+        torch.autograd.backward([*outputs, kept["k"], kept["v"]], gradients)
+        grad_PH = x_PH.grad
+        yield
+    assert grad_PH is not None
+    _embedding_backward(model, state, grad_PH, train_vision)
+
+
+def _embedding_backward(model: VisionLanguageModel, state: PrefixState, grad_PH: Tensor, train_vision: bool) -> None:
+    """Through the embedding table and, image by image, the vision tower (recomputed)."""
+    with torch.enable_grad():
+        features = [feature.detach().requires_grad_(train_vision) for feature in state.encoded.features]
+        model.embed(state.ids_P, features).backward(grad_PH)
+        if not train_vision:
+            return
+        for image, feature in zip(state.encoded.images, features, strict=True):
+            model.encode(image).backward(feature.grad)
