@@ -7,6 +7,7 @@
      +- RewardError       a reward function failed: names the function and the sample
      +- WorkerError       a worker process died or exceeded its time limit
      +- StaleStateError   something made with one policy version was used with another
+     +- NumericsError     the model's numbers are not finite
      +- CapacityError     the work cannot fit into the given budget (blocks, tokens, bytes)
 
 Whatever else is raised is a defect of Rollplex itself.
@@ -39,6 +40,10 @@ class WorkerError(RollplexError):
 
 class StaleStateError(RollplexError):
     """Something made with one policy version was used with another."""
+
+
+class NumericsError(RollplexError):
+    """The model's numbers are not finite."""
 
 
 class CapacityError(RollplexError):

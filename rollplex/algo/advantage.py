@@ -37,5 +37,5 @@ def group_advantages(rewards_G: Tensor, scale: bool, eps: float = SCALE_EPS) -> 
 
 
 def _as_float32(rewards_G: Tensor) -> Tensor:
-    assert rewards_G.ndim == 1 and len(rewards_G) > 0, f"rewards of one group, got shape {tuple(rewards_G.shape)}"
+    assert rewards_G.ndim == 1, f"rewards of one group, got shape {tuple(rewards_G.shape)}"
     return rewards_G.to(torch.float32)

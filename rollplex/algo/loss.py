@@ -1,9 +1,9 @@
 """The policy loss, in the papers' order: ratio, clipped surrogate, KL to the reference, entropy, weighted sum.
 
-    ratio_t = exp(logprob_t - old_t)                                              PPO, arXiv 1707.06347, eq. 6
-    l_t     = -min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)   eq. 7; two bounds: DAPO, arXiv 2503.14476
-    l_t    += kl_coefficient KL_t - entropy_coefficient H_t                       GRPO, arXiv 2402.03300, eq. 3
-    loss    = sum_t w_t l_t / denominator
+    ratio_t = exp(logprob_t - old_t)                                           PPO, arXiv 1707.06347, eq. 6
+    l_t  = -min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t)   eq. 7; two bounds: DAPO, 2503.14476
+    l_t += kl_coefficient KL_t - entropy_coefficient H_t                       GRPO, arXiv 2402.03300, eq. 3
+    loss = sum_t w_t l_t / denominator
 
 The denominator needs the whole batch, which is not known while the first groups are already in their backward pass.
 So the loss here is the unscaled sum, and the optimizer divides once. This file knows no model, no packing and no

@@ -38,10 +38,14 @@ def token_logprobs(
     The distribution is softmax(logits / temperature); targets_T are int64. At most chunk_tokens rows of logits exist
     at a time. The result is differentiable in hidden_TH and in weight_VH, whichever requires it. with_entropy false
     returns the entropy without gradient, which saves work in the backward pass.
+
+    The same chunk_tokens gives the same bits. Another one gives the same result to rounding only: matrix products add
+    in an order that depends on their size, and the weight's gradient is a float32 sum over the chunks.
     """
-    assert temperature > 0 and chunk_tokens >= 1, (temperature, chunk_tokens)
+    assert temperature > 0, temperature
+    assert chunk_tokens >= 1, chunk_tokens
     assert hidden_TH.dtype == weight_VH.dtype, f"hidden {hidden_TH.dtype}, weight {weight_VH.dtype}"
-    logprobs_T, entropy_T = _TokenLogprobs.apply(
+    logprobs_T, entropy_T = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_TH, weight_VH, targets_T, temperature, chunk_tokens, with_entropy
     )
     return logprobs_T, entropy_T
@@ -63,7 +67,7 @@ def token_logprobs_at_once(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """d logprob / dz_j = onehot_j - p_j;  d entropy / dz_j = -p_j (log p_j + entropy);  dz / dlogits = 1 / temperature."""
+    """With z = logits / temperature: dlogprob / dz_j = onehot_j - p_j, dentropy / dz_j = -p_j (log p_j + entropy)."""
 
     @staticmethod
     def forward(
@@ -99,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
-        # float32 over the chunks, so that the sum does not depend on the compute dtype's few bits
+        # float32 over the chunks: a bfloat16 sum would lose what the later ones add
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=lse_T.dtype) if needs_weight else None
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(lse_T)

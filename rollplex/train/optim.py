@@ -8,16 +8,19 @@ combined in `GradientAccumulator.buffers` before the update.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from rollplex.config import TrainConfig
 from rollplex.errors import CheckpointError
+
+NORM_PIECE = 1 << 24
+"""Elements per float64 sum of squares: on a CPU torch widens a copy of the whole input, here 128 MiB at most."""
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -35,7 +38,8 @@ class GradientAccumulator:
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self.buffers: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            assert parameter.requires_grad and parameter.grad is None, name
+            assert parameter.requires_grad, f"{name} is frozen"
+            assert parameter.grad is None, f"{name} already has a gradient"
             buffer = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
             self.buffers[name] = buffer
             parameter.register_post_accumulate_grad_hook(lambda leaf, buffer=buffer: _take_grad(leaf, buffer))
@@ -90,7 +94,8 @@ class Optimizer:
             [group for group in groups if group["params"]],
             lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True,
         )  # fmt: skip
-        for master in self.masters.values():  # now, not at the first step: memory is planned, and state() is always whole
+        # Moments exist from the start, not from the first step: memory is planned, and state() is always whole.
+        for master in self.masters.values():
             self.adamw.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device),
                 "exp_avg": torch.zeros_like(master, requires_grad=False),
@@ -119,7 +124,7 @@ class Optimizer:
     def _set_scaled_gradients(self, accumulator: GradientAccumulator, denominator: float) -> float:
         for name, buffer in accumulator.buffers.items():
             self.masters[name].grad = buffer.mul_(1.0 / denominator)
-        norm = get_total_norm(accumulator.buffers.values())
+        norm = _global_norm(accumulator.buffers.values())
         clip_grads_with_norm_(self.masters.values(), self.max_grad_norm, norm)
         return float(norm)
 
@@ -158,6 +163,17 @@ class Optimizer:
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self._publish()
+
+
+def _global_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """0-d float32 norm over all gradients, summed in float64.
+
+    On a CPU torch's float32 norm, which clip_grad_norm_ uses, is 13 % off for 200 million equal entries (an embedding).
+    """
+    pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(NORM_PIECE)]
+    norms = torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces])
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm.to(torch.float32)
 
 
 _REMEDY = "resume with the model, model.dtype and model.train_vision that wrote it"

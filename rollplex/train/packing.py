@@ -35,7 +35,7 @@ def pack(lengths: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], ...]
     Each microbatch takes as many of the next samples as fit; a sample longer than max_tokens is alone. Order is kept
     because it is the order in which gradients are added.
     """
-    assert max_tokens >= 1 and all(length >= 1 for length in lengths), (max_tokens, tuple(lengths))
+    assert all(length >= 1 for length in lengths), f"a response has at least one token: {tuple(lengths)}"
     microbatches: list[tuple[int, ...]] = []
     current: list[int] = []
     tokens = 0

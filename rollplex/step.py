@@ -1,0 +1,265 @@
+"""START HERE: one exactly on-policy RL step, as a graph of phases.
+
+    vision.encode            per group   pixels -> features, once per distinct image
+    rollout.prefill          per group   policy prefix: K/V, and layer inputs kept for the backward pass
+    rollout.decode           per step    all responses; announces samples and groups as they finish
+    reward                   per sample  the user's functions, in worker processes
+    reference.prefix         per group   needs no response
+    reference.suffix         per group   reference log-probs of the responses
+    policy.old_logprobs      per group   for several updates per batch, or KL as reward
+    advantage                per group   relative to the group's other responses
+    policy.suffix            per group   log-probs, loss, backward; adds to the K/V gradients of the prefix
+    policy.prefix_backward   per group   one backward pass over the prefix
+    policy.update            per step    divide by the batch's size, clip, AdamW, publish the new version
+
+`Step` holds one step's state and has a method for each phase; the stages below put them into the graph. This file says
+what is computed and from what. It knows no stream, no speed, no byte and no option: which stages a step has is chosen in
+`build.py`, and what varies within a phase is a function in `algo/`.
+
+Legend: T tokens of one group's responses, packed in order of sample.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rollplex.algo.grpo import Credit, assign_credit, batch_denominator
+from rollplex.algo.loss import LossInputs, LossStats, policy_loss
+from rollplex.algo.reward import RewardWorkers, Score
+from rollplex.config import Config
+from rollplex.models.prefix import PrefixState
+from rollplex.models.vlm import Encoded
+from rollplex.phases.graph import Finished, Graph, Node, WaitFor
+from rollplex.rollout.engine import Engine, NeedPrefix
+from rollplex.rollout.sampler import SamplingParams
+from rollplex.trace import Trace
+from rollplex.train.optim import UpdateReport, learning_rate
+from rollplex.train.policy import Policy, Scored, Scorer
+from rollplex.types import Prompt, Sample
+
+Turns = Generator[object, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Workers:
+    """Who does the work: the trained policy, the frozen reference (None without a KL term), the engine, the rewards."""
+
+    policy: Policy
+    reference: Scorer | None
+    engine: Engine
+    rewards: RewardWorkers
+
+
+@dataclass(eq=False)
+class Group:
+    """What one prompt gathers during a step. A prefix state is dropped with its last use."""
+
+    prompt: Prompt
+    samples: dict[int, Sample] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
+    encoded: Encoded | None = None
+    prefix: PrefixState | None = None
+    reference_prefix: PrefixState | None = None
+    reference_T: Tensor | None = None
+    old_T: Tensor | None = None
+    trained_T: Tensor | None = None
+    credit: Credit | None = None
+    stats: list[LossStats] = field(default_factory=list)
+
+    @property
+    def responses(self) -> list[Sample]:
+        """The finished samples, in order."""
+        return [self.samples[sample] for sample in sorted(self.samples)]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Their rewards."""
+        return [self.scores[sample].total for sample in sorted(self.scores)]
+
+
+class Step:
+    """One step over a batch of prompts. `number` keys the sampling noise and the learning rate."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], workers: Workers, config: Config, trace: Trace,
+        *, number: int, group_size: int, params: SamplingParams,
+    ) -> None:  # fmt: skip
+        self.groups = [Group(prompt) for prompt in prompts]
+        self.graph = Graph(len(prompts), group_size)
+        self.workers, self.config, self.trace = workers, config, trace
+        self.number, self.params = number, params
+        self.trained_first: frozenset[int] = frozenset()
+        self.updates: list[UpdateReport] = []
+        self._features: dict[tuple[tuple[int, int], str], Tensor] = {}
+
+    def encode(self, index: int) -> None:
+        self.groups[index].encoded = self._encode(self.workers.policy, self.groups[index].prompt)
+
+    def prefill(self, index: int) -> Turns:
+        yield from self._prefix(index, for_training=index in self.trained_first)
+
+    def decode(self) -> Turns:
+        prompts = [group.prompt for group in self.groups]
+        events = self.workers.engine.decode(
+            prompts, lambda index: self.groups[index].prefix,
+            step=self.number, group_size=self.graph.group_size, params=self.params,
+        )  # fmt: skip
+        for event in events:
+            if isinstance(event, NeedPrefix):
+                yield WaitFor(Node("rollout.prefill", event.group))
+                continue
+            for sample in event.finished:
+                self.groups[sample.group].samples[sample.sample] = sample
+            self.trace.count("tokens.generated", event.num_decoded)
+            self.trace.count("tokens.recomputed", event.num_recomputed)
+            yield Finished(tuple((sample.group, sample.sample) for sample in event.finished))
+
+    def reward(self, index: int, *sample: int) -> Turns:
+        group = self.groups[index]
+        chosen = sample or tuple(sorted(group.samples))
+        pending = self.workers.rewards.submit(group.prompt, [group.samples[i] for i in chosen])
+        while not pending.done():
+            yield
+        group.scores.update(zip(chosen, pending.result(), strict=True))
+
+    def release_prefix(self, index: int) -> None:
+        self.groups[index].prefix = None
+
+    def reference_prefix(self, index: int) -> Turns:
+        group, reference = self.groups[index], self._reference
+        encoded = self._encode(reference, group.prompt)
+        self.trace.count("tokens.prefix", group.prompt.prefix_length)
+        group.reference_prefix = yield from reference.prefix(group.prompt, encoded)
+
+    def reference_suffix(self, index: int) -> Turns:
+        group = self.groups[index]
+        assert group.reference_prefix is not None
+        self.trace.count("tokens.suffix", sum(sample.length for sample in group.responses))
+        group.reference_T = yield from self._reference.score(group.prompt, group.reference_prefix, group.responses)
+        group.reference_prefix = None
+
+    def old_logprobs(self, index: int) -> Turns:
+        group = self.groups[index]
+        assert group.prefix is not None
+        self.trace.count("tokens.suffix", sum(sample.length for sample in group.responses))
+        group.old_T = yield from self.workers.policy.score(group.prompt, group.prefix, group.responses)
+
+    def advantage(self, index: int) -> None:
+        group = self.groups[index]
+        group.credit = assign_credit(
+            group.rewards, group.responses, self.config.algo, group.old_T, group.reference_T
+        )
+
+    def policy_prefix(self, index: int) -> Turns:
+        """The prefix again, with weights that have changed since the rollout."""
+        self.encode(index)
+        yield from self._prefix(index, for_training=True)
+
+    def policy_suffix(self, index: int) -> Turns:
+        group, policy = self.groups[index], self.workers.policy
+        assert group.prefix is not None and group.credit is not None
+        advantages_T = group.credit.advantages_T.to(policy.model.device)
+        weights_T = group.credit.weights_T.to(policy.model.device)
+
+        def loss(tokens: slice, scored: Scored) -> Tensor:
+            old_T = None if group.old_T is None else group.old_T[tokens]
+            reference_T = None if group.reference_T is None else group.reference_T[tokens]
+            inputs = LossInputs(
+                scored.logprobs_T, old_T, reference_T, scored.entropy_T, advantages_T[tokens], weights_T[tokens]
+            )
+            outputs = policy_loss(inputs, self.config.algo)
+            group.stats.append(outputs.stats)
+            return outputs.loss
+
+        self.trace.count("tokens.suffix", sum(sample.length for sample in group.responses))
+        group.trained_T = yield from policy.backward(group.prompt, group.prefix, group.responses, loss)
+
+    def prefix_backward(self, index: int) -> Turns:
+        group = self.groups[index]
+        assert group.prefix is not None
+        self.trace.count("tokens.prefix_backward", group.prompt.prefix_length)
+        yield from self.workers.policy.prefix_backward(group.prefix)
+        group.prefix = None
+
+    def update(self, indices: Sequence[int]) -> None:
+        responses = [self.groups[index].responses for index in indices]
+        denominator = batch_denominator(responses, self.config.algo, self.config.rollout.max_new_tokens)
+        rate = learning_rate(self.number, self.config.train)
+        self.updates.append(self.workers.policy.update(denominator, rate))
+
+    @property
+    def _reference(self) -> Scorer:
+        assert self.workers.reference is not None, "this step has a reference stage and no reference"
+        return self.workers.reference
+
+    def _prefix(self, index: int, *, for_training: bool) -> Turns:
+        group = self.groups[index]
+        assert group.encoded is not None
+        self.trace.count("tokens.prefix", group.prompt.prefix_length)
+        group.prefix = yield from self.workers.policy.prefix(group.prompt, group.encoded, for_training=for_training)
+
+    def _encode(self, scorer: Scorer, prompt: Prompt) -> Encoded:
+        """Features of a prompt's images, each distinct image once per step and tower."""
+        for image in prompt.images:
+            key = (scorer.vision_key, image.key)
+            if key not in self._features:
+                self.trace.count("tokens.vision", len(image.patches))
+                self._features[key] = scorer.encode(image)
+        return Encoded(prompt.images, tuple(self._features[scorer.vision_key, image.key] for image in prompt.images))
+
+
+Stage = Callable[[Step], None]
+
+
+def rollout_stage(step: Step) -> None:
+    """Prompts -> responses and their rewards."""
+    graph = step.graph
+    graph.add("vision.encode", step.encode, lane="compute", per="group")
+    graph.add("rollout.prefill", step.prefill, lane="compute", per="group", after=["vision.encode"])
+    graph.add("rollout.decode", step.decode, lane="decode", per="step", announces=True)
+    graph.add("reward", step.reward, lane="host", per=step.config.reward.per, after=["rollout.decode"])
+
+
+def release_stage(step: Step) -> None:
+    """Drop a group's prefix with its last response: for a rollout that is not trained on."""
+    step.graph.add("rollout.release", step.release_prefix, lane="compute", per="group", after=["rollout.decode"])
+
+
+def reference_stage(step: Step) -> None:
+    """Log-probs of the responses under the frozen reference."""
+    graph = step.graph
+    graph.add("reference.prefix", step.reference_prefix, lane="compute", per="group")
+    graph.add("reference.suffix", step.reference_suffix, lane="compute", per="group", after=["reference.prefix", "rollout.decode"])
+
+
+def old_logprobs_stage(step: Step) -> None:
+    """Log-probs of the responses under the weights that sampled them, as the trainer computes them."""
+    step.graph.add("policy.old_logprobs", step.old_logprobs, lane="compute", per="group", after=["rollout.decode"])
+
+
+def update_stage(step: Step) -> None:
+    """Advantages, then one weight update per minibatch and epoch; minibatches are fixed ranges of the batch's groups."""
+    graph, algo = step.graph, step.config.algo
+    scored = graph.present("reference.suffix", "policy.old_logprobs")
+    graph.add("advantage", step.advantage, lane="compute", per="group", after=["reward", *scored])
+    bounds = [len(step.groups) * part // algo.num_minibatches for part in range(algo.num_minibatches + 1)]
+    minibatches = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    step.trained_first = frozenset(minibatches[0])
+    # Weights may change only when nothing of this step still needs the old ones.
+    _add_update(step, "", minibatches[0], ["advantage"], ["rollout.decode", *graph.present("policy.old_logprobs")])
+    for update in range(1, algo.num_updates):
+        tag, before, groups = f"/{update}", f"/{update - 1}" if update > 1 else "", minibatches[update % algo.num_minibatches]
+        graph.add(
+            f"policy.prefix{tag}", step.policy_prefix, lane="compute", per="group", groups=groups,
+            after=["advantage", f"policy.update{before}"],
+        )  # fmt: skip
+        _add_update(step, tag, groups, [f"policy.prefix{tag}"], [])
+
+
+def _add_update(step: Step, tag: str, groups: Sequence[int], ready: Sequence[str], unneeded: Sequence[str]) -> None:
+    graph, chain = step.graph, f"gradients{tag}"
+    suffix, backward, update = (f"policy.{name}{tag}" for name in ("suffix", "prefix_backward", "update"))
+    graph.add(suffix, step.policy_suffix, lane="compute", per="group", groups=groups, after=ready, chain=chain)
+    graph.add(backward, step.prefix_backward, lane="compute", per="group", groups=groups, after=[suffix], chain=chain)
+    graph.add(update, lambda: step.update(groups), lane="compute", per="step", after=[backward, *unneeded])

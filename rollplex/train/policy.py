@@ -1,0 +1,152 @@
+"""Scoring responses over a prefix that is computed once, and the policy's backward passes and updates.
+
+    Scorer   a model that gives log-probs of responses: the frozen reference is one
+    Policy   a scorer whose weights change: backward over suffixes, backward over the prefix, update
+
+Generators yield where another lane may take a turn: after a microbatch, or after a layer of a prefix. They know prompts,
+samples and prefix states; not advantages, rewards or what the loss is - it is a function that they are given.
+
+Legend: T tokens of a group's responses, packed in order of sample; H hidden.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rollplex.config import TrainConfig
+from rollplex.models.attention import SuffixAttention
+from rollplex.models.head import token_logprobs
+from rollplex.models.kernels.flash import Segments
+from rollplex.models.prefix import PrefixState, prefix_backward, prefix_forward
+from rollplex.models.vlm import Encoded, VisionLanguageModel
+from rollplex.train.optim import GradientAccumulator, Optimizer, UpdateReport
+from rollplex.train.packing import pack, suffix_arrays
+from rollplex.types import Image, Prompt, Sample
+
+Turns = Generator[None, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Log-probs and entropies of response tokens, float32 [T], at the rollout's temperature."""
+
+    logprobs_T: Tensor
+    entropy_T: Tensor
+
+
+MicrobatchLoss = Callable[[slice, Scored], Tensor]
+"""(which of the group's packed tokens, their scores) -> the summed loss to differentiate."""
+
+
+class Scorer:
+    """Log-probs of responses under one model, at the temperature that they are sampled with."""
+
+    def __init__(self, model: VisionLanguageModel, config: TrainConfig, temperature: float) -> None:
+        self.model, self.config, self.temperature = model, config, temperature
+
+    @property
+    def vision_key(self) -> tuple[int, int]:
+        """Equal keys mean equal features for equal images: which tower, and which version of it."""
+        return id(self.model.vision), 0
+
+    def encode(self, image: Image) -> Tensor:
+        """Features of one image, without gradient."""
+        with torch.no_grad():
+            return self.model.encode(image)
+
+    def prefix(
+        self, prompt: Prompt, encoded: Encoded, *, for_training: bool = False
+    ) -> Generator[None, None, PrefixState]:
+        """Compute a prompt's prefix."""
+        return prefix_forward(self.model, prompt, encoded, for_training=for_training)
+
+    def score(
+        self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample]
+    ) -> Generator[None, None, Tensor]:
+        """Log-probs [T] of all responses of a group, without gradient."""
+        parts = []
+        for chosen in self._microbatches(samples):
+            with torch.no_grad():
+                parts.append(self._suffix(prompt, prefix, chosen, with_entropy=False).logprobs_T)
+            yield
+        return torch.cat(parts)
+
+    def _microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        lengths = [sample.length for sample in samples]
+        return [[samples[i] for i in chosen] for chosen in pack(lengths, self.config.microbatch_tokens)]
+
+    def _suffix(
+        self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], *, with_entropy: bool
+    ) -> Scored:
+        """One packed pass over some responses of a group."""
+        model, device = self.model, self.model.device
+        kv = prefix.require(model.version)
+        batch = suffix_arrays(int(prompt.ids[-1]), int(prompt.positions[0, -1]), samples)
+        rope = model.decoder.rope(torch.from_numpy(batch.positions_3T).to(device))
+        attention = SuffixAttention(kv, Segments(batch.lengths, device))
+        x_TH = model.embed(torch.from_numpy(batch.ids_T).to(device))
+        for index in range(model.decoder.config.num_layers):
+            layer = model.decoder.layer(index)
+            if self.config.recompute == "layer" and torch.is_grad_enabled():
+                recomputed = checkpoint(layer, x_TH, rope, attention, use_reentrant=False, preserve_rng_state=False)
+                x_TH = cast(Tensor, recomputed)
+            else:
+                x_TH = layer(x_TH, rope, attention)
+        logprobs_T, entropy_T = token_logprobs(
+            model.decoder.norm(x_TH), model.decoder.head, torch.from_numpy(batch.targets_T).to(device),
+            self.temperature, self.config.logprob_chunk_tokens, with_entropy,
+        )  # fmt: skip
+        return Scored(logprobs_T, entropy_T)
+
+
+class Policy(Scorer):
+    """The model that is trained."""
+
+    def __init__(
+        self, model: VisionLanguageModel, config: TrainConfig, temperature: float,
+        *, train_vision: bool, entropy_gradient: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(model, config, temperature)
+        self.train_vision, self._entropy_gradient = train_vision, entropy_gradient
+        model.requires_grad_(False)
+        trained = dict(model.trained_parameters(train_vision))
+        for parameter in trained.values():
+            parameter.requires_grad_(True)
+        self.gradients = GradientAccumulator(trained)
+        self.optimizer = Optimizer(trained, config)
+
+    @property
+    def vision_key(self) -> tuple[int, int]:
+        return id(self.model.vision), self.model.version if self.train_vision else 0
+
+    def backward(
+        self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], loss: MicrobatchLoss
+    ) -> Generator[None, None, Tensor]:
+        """Forward and backward over a group's responses: adds to the weights' gradients and to the prefix's K/V gradients.
+
+        Returns the log-probs [T], detached.
+        """
+        parts, start = [], 0
+        for chosen in self._microbatches(samples):
+            with torch.enable_grad():
+                scored = self._suffix(prompt, prefix, chosen, with_entropy=self._entropy_gradient)
+                tokens = slice(start, start + len(scored.logprobs_T))
+                loss(tokens, scored).backward()
+            parts.append(scored.logprobs_T.detach())
+            start = tokens.stop
+            yield
+        return torch.cat(parts)
+
+    def prefix_backward(self, prefix: PrefixState) -> Turns:
+        """Backward over a group's prefix, from the K/V gradients that its suffixes have left in it."""
+        return prefix_backward(self.model, prefix, train_vision=self.train_vision)
+
+    def update(self, denominator: float, learning_rate: float) -> UpdateReport:
+        """Divide the gradients, clip, step, and publish the new version (none when the update was skipped)."""
+        report = self.optimizer.update(self.gradients, denominator, learning_rate)
+        self.model.version += not report.skipped
+        return report
