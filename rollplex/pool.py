@@ -11,6 +11,7 @@ and stdout to it, use few threads, and never import the parent's main script. Th
 
 import faulthandler
 import importlib.util
+import io
 import multiprocessing
 import os
 import pickle
@@ -77,7 +78,7 @@ class WorkerPool:
         """Run `function(*args)` in a worker; `timeout_s` seconds are counted from when it begins to run.
 
         The future raises WorkerTimeout after the time limit, WorkerError if the process died, called sys.exit, or
-        raised what cannot be sent back, and otherwise the function's own exception, with the worker's traceback as a note.
+        raised what cannot be sent back; otherwise the function's own exception, with its traceback as a note.
 
         Raises:
             WorkerError: the pool is closed, or function and arguments cannot be sent to another process.
@@ -85,16 +86,13 @@ class WorkerPool:
         payload = _pickled_call(function, args)
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
+        pool = self._live_pool(function)
         with self._lock:
-            if self._closed:
-                raise WorkerError(f"{_name(function)} was submitted to a closed worker pool; make a new pool")
-            if not self._pool.active:  # every worker died while none had a task: pebble gives up, we begin anew
-                _stop(self._pool)
-                self._pool = self._new_pool()
-            pool = self._pool
             self._pending[future] = (_name(function), pool)
-            inner = pool.schedule(_run, args=(payload,), timeout=timeout_s)
+        inner = pool.schedule(_run, args=(payload,), timeout=timeout_s)
         inner.add_done_callback(lambda done: self._finish(future, done, timeout_s))
+        if not pool.active:  # it broke, or was closed, just now: pebble may never answer
+            self._abandon(pool)
         return future
 
     def close(self) -> None:
@@ -120,9 +118,28 @@ class WorkerPool:
         assert pool.active, "asking starts the workers"
         return pool
 
+    def _live_pool(self, function: Callable[..., object]) -> ProcessPool:
+        """The pool, or a new one: pebble gives up when a worker dies while no worker has a task."""
+        with self._lock:
+            if self._closed:
+                raise WorkerError(f"{_name(function)} was submitted to a closed worker pool; make a new pool")
+            if self._pool.active:
+                return self._pool
+            broken, self._pool = self._pool, self._new_pool()
+        _stop(broken)  # outside the lock, which pebble's threads may be waiting for
+        return self._pool
+
+    def _abandon(self, pool: ProcessPool) -> None:
+        for future, (name, its_pool) in list(self._pending.items()):
+            if its_pool is pool:
+                self._settle(future, error=WorkerError(f"all worker processes died before {name} could run"))
+
     def _finish(self, future: Future[Any], inner: "Future[bytes]", timeout_s: float | None) -> None:
         """Turn pebble's outcome into ours. Runs in one of pebble's threads."""
-        name, pool = self._pending.get(future, ("", None))
+        with self._lock:
+            if future not in self._pending:  # settled by close or by a broken pool
+                return
+            name, pool = self._pending[future]
         error = inner.exception()
         if error is None:
             succeeded, value = _loaded(inner.result(), name)
@@ -134,10 +151,7 @@ class WorkerPool:
             text = f"the worker process running {name} died: {_exit_reason(error.exitcode)}"
             self._settle(future, error=WorkerError(text))
         elif isinstance(error, BrokenProcessPool):
-            # Tasks that pebble had not taken up yet would wait for ever: fail all that were given to this pool.
-            for other, (other_name, other_pool) in list(self._pending.items()):
-                if other_pool is pool:
-                    self._settle(other, error=WorkerError(f"all worker processes died before {other_name} could run"))
+            self._abandon(pool)  # also the tasks that pebble had not taken up yet, which it would forget
         else:
             self._settle(future, error=error)
 
@@ -242,7 +256,7 @@ def _start(parent_pid: int, num_threads: int, initializer: bytes | None) -> None
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(num_threads)), TOKENIZERS_PARALLELISM="false")
     # What a user's function prints must not mix with the parent's stdout, which another program may read.
     os.dup2(sys.stderr.fileno() if sys.stderr is not None else os.open(os.devnull, os.O_WRONLY), 1)
-    if isinstance(sys.stdout, __import__("io").TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if initializer is None:
         return

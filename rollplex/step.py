@@ -21,12 +21,13 @@ Legend: T tokens of one group's responses, packed in order of sample.
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from rollplex.algo.grpo import Credit, assign_credit, batch_denominator
 from rollplex.algo.loss import LossInputs, LossStats, policy_loss
-from rollplex.algo.reward import RewardWorkers, Score
+from rollplex.algo.reward import Score
 from rollplex.config import Config
 from rollplex.models.prefix import PrefixState
 from rollplex.models.vlm import Encoded
@@ -41,6 +42,20 @@ from rollplex.types import Prompt, Sample
 Turns = Generator[object, None, None]
 
 
+class PendingScores(Protocol):
+    """Scores that are being computed elsewhere."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Sequence[Score]: ...
+
+
+class Rewards(Protocol):
+    """Who scores responses; `algo/reward.py` does it in worker processes."""
+
+    def submit(self, prompt: Prompt, samples: Sequence[Sample]) -> PendingScores: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Workers:
     """Who does the work: the trained policy, the frozen reference (None without a KL term), the engine, the rewards."""
@@ -48,7 +63,7 @@ class Workers:
     policy: Policy
     reference: Scorer | None
     engine: Engine
-    rewards: RewardWorkers
+    rewards: Rewards
 
 
 @dataclass(eq=False)
@@ -120,7 +135,7 @@ class Step:
         chosen = sample or tuple(sorted(group.samples))
         pending = self.workers.rewards.submit(group.prompt, [group.samples[i] for i in chosen])
         while not pending.done():
-            yield
+            yield None
         group.scores.update(zip(chosen, pending.result(), strict=True))
 
     def release_prefix(self, index: int) -> None:

@@ -8,24 +8,30 @@ phase, no torch: on a GPU a span measures the host's side.
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 class Trace:
-    """Seconds by span name, counts by counter name, and (with keep_events) every span."""
+    """Seconds by span name, counts by counter name, and (with keep_events) every span.
 
-    def __init__(self, *, keep_events: bool = False) -> None:
+    on_span is called with a span's name when it begins: whoever shows what is happening.
+    """
+
+    def __init__(self, *, keep_events: bool = False, on_span: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.counts: dict[str, int] = defaultdict(int)
         self.events: list[dict[str, object]] = []
         self._keep_events = keep_events
+        self._on_span = on_span
         self._origin = time.perf_counter()
 
     @contextmanager
     def span(self, name: str, *, lane: str = "", group: int = -1, sample: int = -1) -> Iterator[None]:
         """Time the body under `name`."""
+        if self._on_span is not None:
+            self._on_span(name)
         start = time.perf_counter()
         try:
             yield

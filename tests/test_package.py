@@ -1,4 +1,4 @@
-"""The package as users get it: its public surface, what importing it costs, its wheel, and the size of its reading path."""
+"""The package as users get it: public surface, what importing it costs, the wheel, and the size of the reading path."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ def test_public_surface_is_pinned() -> None:
 
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_imports_no_torch(module: str, tmp_path: Path) -> None:
-    code = f"import sys, {module}; print(*(name for name in ('torch', 'transformers', 'triton') if name in sys.modules))"
+    code = f"import sys, {module}; print(*{{'torch', 'transformers', 'triton'}}.intersection(sys.modules))"
     assert run_python("-c", code, cwd=tmp_path, path=ROOT).split() == []
 
 

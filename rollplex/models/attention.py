@@ -11,7 +11,7 @@ Legend: T tokens, N query heads, K key/value heads, G query heads per K, D head 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,8 @@ class SuffixAttention:
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if self._keep is not None:
             self._keep(layer, k_TKD, v_TKD)
-        return cast(Tensor, _MergedAttention.apply(q_TND, k_TKD, v_TKD, self._prefix, layer, self._segments))
+        o_TND: Tensor = _MergedAttention.apply(q_TND, k_TKD, v_TKD, self._prefix, layer, self._segments)
+        return o_TND
 
 
 class _MergedAttention(torch.autograd.Function):

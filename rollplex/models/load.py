@@ -5,9 +5,9 @@
     save_model    VisionLanguageModel         -> config.json, *.safetensors under the published names, processor files
 
 Parameters are made without storage, then empty on their device, then filled: no second copy of the model exists in host
-memory. A tensor that is missing, left over, of a wrong shape or unreadable is a CheckpointError that names it and its file.
-This file knows no training state, and a family's names only through its `parts`. Writing is not atomic: whoever needs a
-directory that is either whole or absent writes beside it and renames.
+memory. A tensor that is missing, left over, of a wrong shape or unreadable is a CheckpointError that names it and its
+file. This file knows no training state, and a family's names only through its `parts`. Writing is not atomic: whoever
+needs a directory that is either whole or absent writes beside it and renames.
 """
 
 import copy
@@ -40,10 +40,19 @@ MAX_SHARD_BYTES = 5 * 2**30
 """Size of the shards that published checkpoints have."""
 MAX_NAMES_IN_ERROR = 8
 PROCESSOR_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.json", "chat_template.jinja", "preprocessor_config.json", "video_preprocessor_config.json",
-    "processor_config.json", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "generation_config.json",
+)
 """What a checkpoint holds besides weights and config; each is copied when it is there."""
 
 
@@ -59,7 +68,7 @@ def load_model(source: str, dtype: torch.dtype, device: torch.device | str) -> V
     """A checkpoint's model: `source` is a directory in Hugging Face format, or a hub name.
 
     Raises:
-        CheckpointError: it cannot be found or read, is of a kind that is not supported, or its tensors do not fit its config.
+        CheckpointError: it is not found, not readable, of a kind not supported, or its tensors do not fit its config.
     """
     directory = checkpoint_directory(source)
     model = _empty_model(read_config(directory), dtype, torch.device(device))
@@ -83,7 +92,7 @@ def random_model(hf_config: Any, seed: int, dtype: torch.dtype, device: torch.de
 
 
 def named_hf_tensors(model: VisionLanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its published name and in its published shape; a tied head is the embedding and not repeated."""
+    """Every weight under its published name and in its published shape; a tied head is not repeated."""
     family = _family(model)
     for name, parameter in model.named_parameters():
         yield from family.unpack(name, parameter.detach())
@@ -102,7 +111,8 @@ def to_transformers(model: VisionLanguageModel) -> Qwen2_5_VLForConditionalGener
     rotary = (twin.model.visual, "rotary_pos_emb"), (twin.model.language_model, "rotary_emb")
     for owner, name in rotary:  # computed, never loaded
         setattr(owner, name, type(getattr(owner, name))(owner.config).to(model.device))
-    return twin.eval()
+    twin.train(False)
+    return twin
 
 
 def save_model(
@@ -112,7 +122,7 @@ def save_model(
 
     Args:
         directory: made if it does not exist; must not hold weights yet.
-        source: the checkpoint to copy tokenizer, processor, chat template and generation settings from; None copies none.
+        source: the checkpoint whose tokenizer, processor, chat template and generation settings to copy; None: none.
         max_shard_bytes: largest weight file, unless a single tensor is larger.
     """
     target = Path(directory)
@@ -131,14 +141,16 @@ def save_model(
 
 
 def checkpoint_directory(source: str) -> Path:
-    """The local directory of a checkpoint; a hub name is downloaded (weights, config and processor files) or found in the cache."""
+    """The local directory of a checkpoint; a hub name's files are downloaded, or found in the hub client's cache."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
         raise CheckpointError(f"{source!r} is neither a directory nor a hub name (owner/name)")
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", INDEX_FILE, "config.json", *PROCESSOR_FILES]))
+        return Path(
+            snapshot_download(source, allow_patterns=["*.safetensors", INDEX_FILE, "config.json", *PROCESSOR_FILES])
+        )
     except Exception as error:  # the hub client raises its own errors and those of its HTTP library
         raise CheckpointError(f"{source!r} is not a directory, and the hub does not give it: {error}") from error
 
@@ -149,7 +161,9 @@ def read_config(directory: Path) -> Any:
     values = _read_json(path, f"{directory} has no config.json; give a directory in Hugging Face format")
     if values.get("model_type") not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise CheckpointError(f"{path}: model_type = {values.get('model_type')!r} is not supported; supported: {supported}")
+        raise CheckpointError(
+            f"{path}: model_type = {values.get('model_type')!r} is not supported; supported: {supported}"
+        )
     try:
         return AutoConfig.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # transformers' config classes raise whatever their checks happen to meet
@@ -184,7 +198,9 @@ def _fill(model: VisionLanguageModel, files: dict[Path, list[str]]) -> None:
     }
     origins = _origins(family, files)
     tied = model.decoder.untied_head is None
-    unknown = [f"{name} ({path.name})" for name, path in origins.items() if name not in targets and not (tied and name == HEAD)]
+    unknown = [
+        f"{name} ({path.name})" for name, path in origins.items() if name not in targets and not (tied and name == HEAD)
+    ]
     missing = [name for name in targets if name not in origins]
     folder = next(iter(files)).parent
     if unknown:
@@ -218,7 +234,9 @@ def _origins(family: QwenVL, files: dict[Path, list[str]]) -> dict[str, Path]:
         for name in names:
             published = family.published_name(name)
             if published in origins:
-                raise CheckpointError(f"{published} is twice in the checkpoint: in {origins[published]} and, as {name}, in {path}")
+                raise CheckpointError(
+                    f"{published} is twice in the checkpoint: in {origins[published]} and, as {name}, in {path}"
+                )
             origins[published] = path
     return origins
 
@@ -230,7 +248,9 @@ def _require_tied(family: QwenVL, files: dict[Path, list[str]], origins: dict[st
         path = origins[published]
         names = [name for name in files[path] if family.published_name(name) == published]
         found[published] = next(_read(path, names))[1]
-    if not torch.equal(found[EMBEDDING], found[HEAD]):
+    embedding, head = found[EMBEDDING], found[HEAD]
+    common = torch.promote_types(embedding.dtype, head.dtype)
+    if not torch.equal(embedding.to(common), head.to(common)):
         raise CheckpointError(
             f"{HEAD} in {origins[HEAD]} differs from {EMBEDDING}, but config.json says that they are tied; "
             "set tie_word_embeddings to false there, or remove the tensor"
@@ -243,19 +263,29 @@ def _tensor_files(directory: Path) -> dict[Path, list[str]]:
         return {directory / SINGLE_FILE: _tensor_names(directory / SINGLE_FILE)}
     index = directory / INDEX_FILE
     if not index.is_file():
-        found = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.safetensors") for path in directory.glob(pattern))
-        beside = f" (only {_listed(found)})" if found else ""
-        remedy = "convert them to safetensors: load with transformers, then save_pretrained"
-        raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}{beside}; {remedy if found else 'there are no weights'}")
+        patterns = ("*.bin", "*.pt", "*.pth", "*.safetensors")
+        found = sorted(path.name for pattern in patterns for path in directory.glob(pattern))
+        what = (
+            f"only {_listed(found)}; convert to safetensors with transformers' save_pretrained"
+            if found
+            else "no weights"
+        )
+        raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}: {what}")
     weight_map = _read_json(index, f"{index} is missing").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
         raise CheckpointError(f"{index}: has no weight_map from tensor to file")
     files: dict[Path, list[str]] = {}
     for file in sorted(set(weight_map.values())):
         path = directory / file
         listed = [name for name, place in weight_map.items() if place == file]
         if Path(file).name != file or not path.is_file():
-            raise CheckpointError(f"{index} names {file!r} for {_listed(listed)}, but there is no such file; fetch the whole checkpoint")
+            raise CheckpointError(
+                f"{index} names {file!r} for {_listed(listed)}, but there is no such file; fetch the whole checkpoint"
+            )
         files[path] = _tensor_names(path)
         differing = sorted(set(listed) ^ set(files[path]))
         if differing:
@@ -295,7 +325,7 @@ def _read_json(path: Path, if_missing: str) -> dict[str, Any]:
 
 
 def _save_config(model: VisionLanguageModel, directory: Path) -> None:
-    config = copy.deepcopy(_family(model).hf_config)
+    config: Any = copy.deepcopy(_family(model).hf_config)
     for part in (config, config.text_config, config.vision_config):
         part.dtype = model.dtype
     config.architectures = [Qwen2_5_VLForConditionalGeneration.__name__]
@@ -303,25 +333,32 @@ def _save_config(model: VisionLanguageModel, directory: Path) -> None:
 
 
 def _save_weights(model: VisionLanguageModel, directory: Path, max_shard_bytes: int) -> None:
-    shards: list[list[str]] = [[]]
-    total_bytes = shard_bytes = 0
-    for name, tensor in named_hf_tensors(_on_meta(model)):
-        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
+    shards = _shards(model, max_shard_bytes)
     tensors = named_hf_tensors(model)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # Only one shard at a time is in host memory beside the model.
         shard = {name: next(tensors)[1].cpu().contiguous() for name in names}
         save_file(shard, directory / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _shards(model: VisionLanguageModel, max_shard_bytes: int) -> list[list[str]]:
+    """Names of each weight file's tensors, in the order of named_hf_tensors."""
+    family, shards, shard_bytes = _family(model), [list[str]()], 0
+    for parameter_name, parameter in model.named_parameters():
+        for name, tensor in family.unpack(parameter_name, torch.empty_like(parameter, device="meta")):
+            if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
+                shards.append([])
+                shard_bytes = 0
+            shards[-1].append(name)
+            shard_bytes += tensor.nbytes
+    return shards
 
 
 def _flush(path: Path) -> None:

@@ -2,12 +2,12 @@
 
     visual.*, model.visual.*                        -> vision.*
     model.layers.N.*, model.language_model.layers.N -> decoder.layers.N.*, packed:
-        q_proj, k_proj, v_proj  -> qkv, qkv_bias      per key/value head: its query heads' rows, its key rows, its value rows
+        q_proj, k_proj, v_proj  -> qkv, qkv_bias      per K/V head: rows of its query heads, its key, its value
         gate_proj, up_proj      -> gate_up            per slot: gate rows, up rows
         o_proj, down_proj       -> out_t, down_t      transposed
 
-It knows no file and no device: `Part` says where a checkpoint's tensor lies inside one of our parameters, and models/load.py
-moves the numbers. Prompts, positions and end-of-sequence ids are not its business either.
+It knows no file and no device: `Part` says where a checkpoint's tensor lies inside one of our parameters, and
+models/load.py moves the numbers. Prompts, positions and end-of-sequence ids are not its business either.
 
 Legend: S slots, R rows of one tensor within a slot, H hidden (absent for biases), F features of one image.
 """
@@ -15,7 +15,7 @@ Legend: S slots, R rows of one tensor within a slot, H hidden (absent for biases
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ DEFAULT_MROPE_SECTION = (16, 24, 24)
 
 @dataclass(frozen=True)
 class Part:
-    """The place of one checkpoint tensor inside a packed parameter: rows start..stop of each of num_slots equal slots."""
+    """The place of one checkpoint tensor in a packed parameter: rows start..stop of each of num_slots equal slots."""
 
     hf_name: str
     start: int
@@ -42,7 +42,7 @@ class Part:
     transposed: bool = False
 
     def of(self, packed: Tensor) -> Tensor:
-        """This part of a packed parameter (or of its gradient), shaped as the checkpoint has it: a view where one exists."""
+        """This part of a packed parameter, or of its gradient, in the checkpoint's shape: a view where one exists."""
         rows_SRH = self._rows(packed)
         rows = rows_SRH.reshape(-1, *rows_SRH.shape[2:])
         return rows.t() if self.transposed else rows
@@ -69,7 +69,7 @@ class QwenVL:
             supported = ", ".join(SUPPORTED_MODEL_TYPES)
             raise CheckpointError(f"model_type = {model_type!r}: not supported; use a checkpoint of type {supported}")
         assert isinstance(hf_config, Qwen2_5_VLConfig)
-        self.hf_config = hf_config
+        self.hf_config: Any = hf_config  # its sections are typed as dict or config: beyond a type checker
         self._decoder_config = _decoder_config(hf_config)
 
     @property
@@ -90,17 +90,17 @@ class QwenVL:
     def build_vision(self) -> nn.Module:
         """The tower of transformers, with scaled-dot-product attention, in the default dtype."""
         config = copy.deepcopy(self.hf_config.vision_config)  # transformers notes dtype and attention in it
-        tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(
+        tower: Any = Qwen2_5_VisionTransformerPretrainedModel._from_config(
             config, dtype=torch.get_default_dtype(), attn_implementation="sdpa"
         )
         # Rotary frequencies are computed, never loaded: they must be real even where parameters are on the meta device.
-        with torch.device("cpu"):
+        device = torch.get_default_device()
+        with torch.device("cpu" if device.type == "meta" else device):
             tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config)
-        tower.rotary_pos_emb.to(tower.device if tower.device.type != "meta" else "cpu")
-        return tower
+        return cast(nn.Module, tower)
 
     def run_vision(self, tower: nn.Module, patches: Tensor, grid_13: Tensor) -> Tensor:
-        """Features [F, H] of one image. grid_13 stays on the CPU: the tower reads window lengths from it without a sync."""
+        """Features [F, H] of one image. grid_13 stays on the CPU: the tower reads lengths from it without a sync."""
         config = self.hf_config.vision_config
         position_ids = get_vision_position_ids(grid_13, config.spatial_merge_size)
         window_index, window_offsets = get_vision_window_index(
@@ -187,7 +187,7 @@ def _layer_parts(config: DecoderConfig, prefix: str, inner: str) -> tuple[Part, 
     raise AssertionError(f"no checkpoint name for {inner}")
 
 
-def _decoder_config(hf_config: Qwen2_5_VLConfig) -> DecoderConfig:
+def _decoder_config(hf_config: Any) -> DecoderConfig:
     text: Any = hf_config.text_config
     _refuse_unsupported(hf_config, text)
     rope = text.rope_parameters
@@ -207,7 +207,7 @@ def _decoder_config(hf_config: Qwen2_5_VLConfig) -> DecoderConfig:
     )
 
 
-def _refuse_unsupported(hf_config: Qwen2_5_VLConfig, text: Any) -> None:
+def _refuse_unsupported(hf_config: Any, text: Any) -> None:
     def refuse(field: str, value: object, why: str) -> None:
         raise CheckpointError(f"config.json: {field} = {value!r}: {why}")
 
@@ -219,11 +219,15 @@ def _refuse_unsupported(hf_config: Qwen2_5_VLConfig, text: Any) -> None:
     if rope_type not in ("default", "mrope"):
         refuse("rope_type", rope_type, "only default and mrope are supported; remove the rope scaling")
     if hidden % heads or heads % kv_heads:
-        refuse("num_attention_heads", heads, f"must divide hidden_size = {hidden} and be divisible by {kv_heads} K/V heads")
+        refuse(
+            "num_attention_heads", heads, f"must divide hidden_size = {hidden} and be divisible by {kv_heads} K/V heads"
+        )
     if getattr(text, "head_dim", None) not in (None, hidden // heads):
         refuse("head_dim", text.head_dim, f"only hidden_size / num_attention_heads = {hidden // heads} is supported")
     if len(section) != 3 or 2 * sum(section) != hidden // heads:
-        refuse("mrope_section", list(section), f"must be three numbers that add up to half the head dim {hidden // heads}")
+        refuse(
+            "mrope_section", list(section), f"must be three numbers that add up to half the head dim {hidden // heads}"
+        )
     if any(kind != "full_attention" for kind in text.layer_types):
         refuse("use_sliding_window", True, "sliding-window attention is not supported; set it to false")
     if text.hidden_act != "silu":

@@ -190,12 +190,18 @@ class _Rollout:
         return tuple(finished)
 
     def _sample(self, key: SampleKey, draft: _Draft, reason: FinishReason) -> Sample:
-        logprobs = [np.array(values, dtype=np.float32) for values in (draft.raw, draft.tempered, draft.sampling)]
-        text = self._engine.vocabulary.decode(draft.ids)
         return Sample(
-            key.group, key.sample, np.array(draft.ids, dtype=np.int64), *logprobs, finish_reason=reason, text=text,
-            version=self._model.version, decode_step=self._num_steps,
-        )  # fmt: skip
+            group=key.group,
+            sample=key.sample,
+            ids=np.array(draft.ids, dtype=np.int64),
+            raw_logprobs=np.array(draft.raw, dtype=np.float32),
+            tempered_logprobs=np.array(draft.tempered, dtype=np.float32),
+            sampling_logprobs=np.array(draft.sampling, dtype=np.float32),
+            finish_reason=reason,
+            text=self._engine.vocabulary.decode(draft.ids),
+            version=self._model.version,
+            decode_step=self._num_steps,
+        )
 
     def _hidden(self, ids_B: Tensor, positions_B: Tensor, attention: DecodeAttention | SuffixAttention) -> Tensor:
         decoder = self._model.decoder

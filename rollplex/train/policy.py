@@ -120,8 +120,13 @@ class Policy(Scorer):
         self.optimizer = Optimizer(trained, config)
 
     @property
+    def version(self) -> int:
+        """Updates that the weights have seen."""
+        return self.model.version
+
+    @property
     def vision_key(self) -> tuple[int, int]:
-        return id(self.model.vision), self.model.version if self.train_vision else 0
+        return id(self.model.vision), self.version if self.train_vision else 0
 
     def backward(
         self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], loss: MicrobatchLoss

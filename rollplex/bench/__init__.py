@@ -1,0 +1,1 @@
+"""One module per claim; each run prints one JSON object as its last line."""

@@ -1,0 +1,124 @@
+"""From a recipe to workers, and from workers to steps. The only place that turns options into structure.
+
+    config -> reward workers (checked) -> processor -> policy, reference, engine -> Workers -> Step with its stages
+
+It decides which stages a step has; step.py says what they do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollplex.algo.reward import RewardWorkers
+from rollplex.config import Config
+from rollplex.errors import CheckpointError
+from rollplex.models.load import load_model
+from rollplex.models.processor import Processor
+from rollplex.phases.run import RUNNERS
+from rollplex.rollout.engine import Engine, Vocabulary
+from rollplex.rollout.sampler import SamplingParams
+from rollplex.step import (
+    Stage,
+    Step,
+    Workers,
+    old_logprobs_stage,
+    reference_stage,
+    release_stage,
+    rollout_stage,
+    update_stage,
+)
+from rollplex.trace import Trace
+from rollplex.train.checkpoint import MODEL, TrainingState, restore_training
+from rollplex.train.policy import Policy, Scorer
+from rollplex.types import Prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Runtime:
+    """A recipe's workers, and the steps that they make."""
+
+    config: Config
+    workers: Workers
+
+    def train(self, prompts: Sequence[Prompt], number: int, trace: Trace) -> Step:
+        """Run training step `number` on a batch."""
+        rollout = self.config.rollout
+        params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+        return self._run(training_stages(self.config), prompts, number, trace, rollout.group_size, params)
+
+    def evaluate(self, prompts: Sequence[Prompt], number: int, trace: Trace) -> Step:
+        """One response to each prompt, and its rewards."""
+        params = SamplingParams(self.config.eval.temperature, 1.0, 0, 0.0)
+        return self._run((rollout_stage, release_stage), prompts, number, trace, 1, params)
+
+    def _run(
+        self, stages: Sequence[Stage], prompts: Sequence[Prompt], number: int, trace: Trace, group_size: int,
+        params: SamplingParams,
+    ) -> Step:  # fmt: skip
+        step = Step(prompts, self.workers, self.config, trace, number=number, group_size=group_size, params=params)
+        for stage in stages:
+            stage(step)
+        RUNNERS[self.config.run.runner](step.graph, trace)
+        return step
+
+
+def training_stages(config: Config) -> tuple[Stage, ...]:
+    """The stages of a training step under this recipe."""
+    algo = config.algo
+    stages: list[Stage] = [rollout_stage]
+    if algo.kl_coefficient:
+        stages.append(reference_stage)
+    if algo.num_updates > 1 or (algo.kl_coefficient and algo.kl_in == "reward"):
+        stages.append(old_logprobs_stage)
+    return (*stages, update_stage)
+
+
+def build_workers(
+    config: Config, processor: Processor, rewards: RewardWorkers, device: torch.device, checkpoint: Path | None = None
+) -> tuple[Workers, TrainingState]:
+    """Load the models and make the workers; with a checkpoint, in exactly the state that it was saved in.
+
+    Raises:
+        CheckpointError: weights or training state cannot be read, or do not fit the recipe.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    temperature = config.rollout.temperature
+    model = load_model(str(checkpoint / MODEL) if checkpoint else config.model.path, dtype, device)
+    policy = Policy(
+        model, config.train, temperature,
+        train_vision=config.model.train_vision, entropy_gradient=config.algo.entropy_coefficient != 0.0,
+    )  # fmt: skip
+    state = restore_training(checkpoint, policy) if checkpoint else TrainingState(0, 0, 0)
+    vocabulary = read_vocabulary(processor, model.decoder.config.vocab_size)
+    engine = Engine(model, vocabulary, config.rollout, config.run.seed)
+    return Workers(policy, _build_reference(config, policy, device), engine, rewards), state
+
+
+def read_vocabulary(processor: Processor, vocab_size: int) -> Vocabulary:
+    """Stop ids, the number of ids that have a token, and decoding; refuses a tokenizer larger than the embedding table."""
+    num_ids = len(processor.tokenizer)
+    if num_ids > vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {num_ids} tokens and the embedding table {vocab_size} rows: they are not of one checkpoint"
+        )
+    tokenizer = processor.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return Vocabulary(processor.stop_ids, num_ids, decode)
+
+
+def _build_reference(config: Config, policy: Policy, device: torch.device) -> Scorer | None:
+    if not config.algo.kl_coefficient:
+        return None
+    source = config.model.reference or config.model.path
+    model = load_model(source, policy.model.dtype, device)
+    if model.decoder.config.vocab_size != policy.model.decoder.config.vocab_size:
+        raise CheckpointError(f"model.reference = {source!r} has another vocabulary than model.path; use one of the same family")
+    model.requires_grad_(False)
+    if source == config.model.path and not config.model.train_vision:
+        model.vision = policy.model.vision  # one tower, and each image's features are computed once for both
+    return Scorer(model, config.train, config.rollout.temperature)

@@ -1,0 +1,44 @@
+"""The command line: train a recipe, or run a bench. Errors that we raise on purpose end as one message, without a traceback."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rollplex.bench.cli import bench
+from rollplex.config import load_config
+from rollplex.errors import RollplexError
+
+app = typer.Typer(
+    help="RL post-training of vision-language models: each prompt computed once, every step exactly on-policy.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+app.add_typer(bench, name="bench")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A TOML file; recipes/ has some.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value, as many as wanted.")] = None,
+) -> None:
+    """Run a recipe, or go on with it where its run directory stands."""
+    config = load_config(recipe, overrides or ())
+    from rollplex import loop  # torch takes seconds to import: a wrong recipe is refused before
+
+    summary = loop.train(config)
+    if not summary.complete:
+        typer.echo(f"stopped after step {summary.step}; the same command goes on from there", err=True)
+        raise typer.Exit(130)
+
+
+def main() -> None:
+    """Entry point of `rollplex`."""
+    try:
+        app()
+    except RollplexError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

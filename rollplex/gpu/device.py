@@ -1,0 +1,41 @@
+"""Which device a run uses, asked once, and its arithmetic made repeatable."""
+
+import resource
+import sys
+
+import torch
+
+from rollplex.errors import ConfigError
+
+
+def select_device(name: str) -> torch.device:
+    """The device for `run.device`: "auto" takes CUDA where there is one. On CUDA, repeatable kernels are switched on.
+
+    Raises:
+        ConfigError: CUDA was asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError('run.device = "cuda": torch sees no CUDA device; use run.device = "auto" or "cpu"')
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    # Attention's backward adds in any order by default; the fill is a debugging aid that costs a pass over every tensor.
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def describe(device: torch.device) -> str:
+    """One line for the log."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, torch {torch.__version__}"
+    return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory used so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,191 @@
+"""A run, from its recipe to its last checkpoint: data -> step -> log -> checkpoint -> evaluate.
+
+Everything that can be wrong with the user's input is found before the weights are loaded: reward functions, tokenizer,
+every row of the data. Ctrl-C (or SIGTERM) ends the run after the present step, with a checkpoint; a second one at once.
+"""
+
+import signal
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rollplex.algo.reward import RewardWorkers
+from rollplex.build import Runtime, build_workers
+from rollplex.config import Config
+from rollplex.data import Dataset, PromptLoader, eval_prompts, load_dataset
+from rollplex.gpu.device import describe, select_device
+from rollplex.metrics import reward_metrics, sample_rows, training_metrics
+from rollplex.models.processor import ProcessorSpec, load_processor
+from rollplex.pool import WorkerPool
+from rollplex.rundir import RunDirectory
+from rollplex.trace import Trace
+from rollplex.train.checkpoint import TrainingState, save_training
+from rollplex.types import Prompt
+from rollplex.viewer.live import LiveDisplay
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended: steps done, whether that is all of them, and where its files are."""
+
+    step: int
+    complete: bool
+    directory: Path
+
+
+def train(config: Config) -> Summary:
+    """Run a recipe, or go on with it from the newest whole checkpoint of its run directory.
+
+    Raises:
+        RollplexError: bad input, named; nothing that the directory holds is lost.
+    """
+    with ExitStack() as stack:
+        device = select_device(config.run.device)
+        directory = stack.enter_context(RunDirectory.open(config.run.directory, config, config.run.resume))
+        checkpoint = directory.newest_checkpoint()
+        display = stack.enter_context(LiveDisplay(config.train.steps, checkpoint.step if checkpoint else 0))
+        display.message(f"device: {describe(device)}")
+        processor = load_processor(ProcessorSpec.from_config(config))
+        rewards = stack.enter_context(RewardWorkers(config.reward))
+        rewards.check()
+        pool = stack.enter_context(WorkerPool(config.data.num_workers))
+        data = _read_data(config, pool, directory, display)
+        display.phase("loading weights")
+        workers, state = build_workers(config, processor, rewards, device, checkpoint.path if checkpoint else None)
+        directory.rewind(state.step)
+        return _Run(config, Runtime(config, workers), data, directory, display, state).execute()
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """Both data sets, checked, and the workers that make prompts of their rows."""
+
+    config: Config
+    pool: WorkerPool
+    train: Dataset
+    eval: Dataset | None
+
+    def batches(self, start: int) -> PromptLoader:
+        """Training batches from step `start` on."""
+        train, data, seed = self.config.train, self.config.data, self.config.run.seed
+        return PromptLoader(
+            self.train, train.prompts_per_step, seed, data.shuffle, self.pool, data.prefetch_steps, start
+        )
+
+    def held_out(self) -> Iterable[tuple[Prompt, ...]]:
+        """Evaluation batches; none without data.eval."""
+        if self.eval is None:
+            return ()
+        return eval_prompts(self.eval, self.pool, self.config.train.prompts_per_step, self.config.eval.max_prompts)
+
+    @property
+    def num_held_out(self) -> int:
+        return 0 if self.eval is None else min(len(self.eval), self.config.eval.max_prompts or len(self.eval))
+
+
+def _read_data(config: Config, pool: WorkerPool, directory: RunDirectory, display: LiveDisplay) -> _Data:
+    datasets: dict[str, Dataset] = {}
+    for split in ("train", "eval") if config.data.eval else ("train",):
+        name = f"checking {split} data"
+        dataset = load_dataset(config, pool, split, lambda done, total, name=name: display.progress(name, done, total))
+        if dataset.bad_rows:
+            display.warn(f"{split} data: {len(dataset.bad_rows)} bad rows left out, listed in bad_rows.jsonl")
+            directory.log_bad_rows(split, [(row.source, row.reason) for row in dataset.bad_rows])
+        datasets[split] = dataset
+    return _Data(config, pool, datasets["train"], datasets.get("eval"))
+
+
+class _Run:
+    """The loop itself; `state` says how far it has come."""
+
+    def __init__(
+        self, config: Config, runtime: Runtime, data: _Data, directory: RunDirectory, display: LiveDisplay,
+        state: TrainingState,
+    ) -> None:  # fmt: skip
+        self._config, self._runtime, self._data = config, runtime, data
+        self._directory, self._display, self._state = directory, display, state
+
+    def execute(self) -> Summary:
+        """Train until the recipe's last step, or until the user asks to stop."""
+        steps, batches = self._config.train.steps, self._data.batches(self._state.step)
+        with _interruption() as interrupted:
+            if self._state.step == 0:
+                self._evaluate()
+            while self._state.step < steps and not interrupted:
+                self._train(next(batches))
+                last = self._state.step == steps
+                if last or _due(self._state.step, self._config.eval.every_steps):
+                    self._evaluate()
+                if last or interrupted or _due(self._state.step, self._config.run.checkpoint_every_steps):
+                    self._save()
+        self._display.finish(self._directory.describe())
+        return Summary(self._state.step, self._state.step >= steps, self._directory.path)
+
+    def _train(self, prompts: tuple[Prompt, ...]) -> None:
+        number, trace, start = self._state.step, Trace(on_span=self._display.phase), time.perf_counter()
+        step = self._runtime.train(prompts, number, trace)
+        metrics = training_metrics(step, trace, time.perf_counter() - start)
+        skipped = sum(update.skipped for update in step.updates)
+        self._state = TrainingState(
+            number + 1, self._runtime.workers.policy.version, self._state.skipped_updates + skipped
+        )
+        if skipped:
+            self._display.warn(f"step {number + 1}: {skipped} updates skipped (gradient not finite, or nothing to learn from); "
+                               f"{self._state.skipped_updates} so far")  # fmt: skip
+        metrics["updates/skipped_total"] = float(self._state.skipped_updates)
+        for failure in [text for group in step.groups for score in group.scores.values() for text in score.failures][:3]:
+            self._display.warn(f"step {number + 1}: {failure}")
+        self._directory.log(self._state.step, "train", metrics)
+        if self._config.run.save_samples:
+            self._directory.log_samples(self._state.step, sample_rows(step.groups, "train"))
+        self._display.step(self._state.step, metrics)
+
+    def _evaluate(self) -> None:
+        """Mean rewards of one response to each held-out prompt."""
+        step, done, totals = self._state.step, 0, list[dict[str, float]]()
+        for prompts in self._data.held_out():
+            self._display.progress("evaluating", done, self._data.num_held_out)
+            groups = self._runtime.evaluate(prompts, step, Trace()).groups
+            done += len(prompts)
+            totals += [reward_metrics([group]) for group in groups]
+            if self._config.run.save_samples:
+                self._directory.log_samples(step, sample_rows(groups, "eval"))
+        if not totals:
+            return
+        self._display.progress("evaluating", done, done)
+        names = [name for name in totals[0] if not name.startswith(("groups_", "reward/std"))]
+        means = {f"eval/{name}": statistics.fmean(total[name] for total in totals if name in total) for name in names}
+        means["eval/reward/failures"] *= done
+        self._directory.log(step, "eval", {**means, "eval/prompts": float(done)})
+        self._display.message(f"step {step}: held-out reward {means['eval/reward/mean']:.4f} on {done} prompts")
+
+    def _save(self) -> None:
+        self._display.phase("checkpoint")
+        with self._directory.new_checkpoint(self._state.step) as path:
+            save_training(path, self._runtime.workers.policy, self._state, self._config.model.path)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _interruption() -> Iterator[list[int]]:
+    """A list that stays empty until SIGINT or SIGTERM; the second SIGINT raises KeyboardInterrupt."""
+    received: list[int] = []
+
+    def receive(number: int, _: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
