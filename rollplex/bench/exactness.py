@@ -113,9 +113,9 @@ def gradient_errors(record: Record, algo: AlgoConfig) -> tuple[float, float]:
     differences, norms = [], []
     for name, packed in record.gradients.items():
         for hf_name, gradient in model.family.unpack(name, packed):  # type: ignore[attr-defined]
-            reference = expected[hf_name]
-            differences.append(float((gradient.double() - reference.double()).norm()))
-            norms.append(float(reference.double().norm()))
+            reference = expected[hf_name].double()
+            differences.append(float((gradient.cpu().double() - reference).norm()))
+            norms.append(float(reference.norm()))
     total = sum(value**2 for value in differences) ** 0.5 / sum(value**2 for value in norms) ** 0.5
     return total, max(difference / norm for difference, norm in zip(differences, norms, strict=True))
 

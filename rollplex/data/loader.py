@@ -129,7 +129,7 @@ class _Ingestion:
     def _reason(self, paths: list[str], measured: list[FileFinding], numbers: Sequence[int], tokens: int) -> str:
         for number in numbers:
             if measured[number].reason:
-                return f"image {paths[number]!r} {measured[number].reason}"
+                return f"image {paths[number]!r}: {measured[number].reason}"
         if tokens > self.spec.max_prompt_tokens:
             return f"the prompt has {tokens} tokens, more than data.max_prompt_tokens = {self.spec.max_prompt_tokens}"
         return ""
@@ -245,7 +245,6 @@ class PromptLoader:
         batch = tuple(_result(source, future) for source, future in self._ahead[0])
         self._ahead.popleft()
         self._position += 1
-        self._ahead.append(self._submit(self._position + len(self._ahead)))
         return batch
 
     def _submit(self, batch: int) -> list[tuple[str, Future[Prompt]]]:

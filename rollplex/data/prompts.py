@@ -160,7 +160,7 @@ def _numbered(number: int, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except DataError as error:
-        raise DataError(f"image {number} {error}") from error
+        raise DataError(f"image {number}: {error}") from error
 
 
 def _mapping(row: RawRow) -> Mapping[str, Any]:
@@ -278,7 +278,7 @@ def _content(given: Any) -> tuple[str | list[Message], list[Any]]:
             raise DataError("the prompt is empty")
         return given, [_MISSING] * given.count(IMAGE_MARK)
     if not isinstance(given, (list, tuple)):
-        raise DataError(f"the prompt is a {type(given).__name__}; it must be text or a list of chat messages")
+        raise DataError(f"the prompt is of type {type(given).__name__}; it must be text or a list of chat messages")
     messages: list[Message] = []
     inline: list[Any] = []
     for number, message in enumerate(given, start=1):

@@ -46,6 +46,8 @@ class DecoderConfig:
     mrope_section: tuple[int, ...]
     """Rotary frequencies that follow the temporal, height and width position; they add up to head_dim / 2."""
     tied_embeddings: bool
+    padding_id: int | None = None
+    """An id whose embedding is not trained (transformers' padding_idx), even where it occurs as text."""
     initializer_range: float = 0.02
 
     @property
@@ -106,6 +108,11 @@ class Layer(nn.Module):
         slots_TKGD = qkv.view(-1, c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
         q_TND = slots_TKGD[:, :, :-2].reshape(-1, c.num_heads, c.head_dim)
         return rope.rotate(q_TND), rope.rotate(slots_TKGD[:, :, -2]), slots_TKGD[:, :, -1]
+
+    def keys_and_values(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """All that is wanted of a layer whose output nobody reads: rotated keys and values, each [T, K, D]."""
+        _, k_TKD, v_TKD = self.project(x_TH, rope)
+        return k_TKD, v_TKD
 
     def finish(self, x_TH: Tensor, o_TND: Tensor) -> Tensor:
         """Output projection and feed-forward part, with both residual additions."""

@@ -143,7 +143,7 @@ def save_model(
 def checkpoint_directory(source: str) -> Path:
     """The local directory of a checkpoint; a hub name's files are downloaded, or found in the hub client's cache."""
     path = Path(source).expanduser()
-    if path.is_dir():
+    if source and path.is_dir():
         return path
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
         raise CheckpointError(f"{source!r} is neither a directory nor a hub name (owner/name)")
@@ -278,17 +278,16 @@ def _tensor_files(directory: Path) -> dict[Path, list[str]]:
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise CheckpointError(f"{index}: has no weight_map from tensor to file")
-    files: dict[Path, list[str]] = {}
-    for file in sorted(set(weight_map.values())):
-        path = directory / file
-        listed = [name for name, place in weight_map.items() if place == file]
-        if Path(file).name != file or not path.is_file():
-            raise CheckpointError(
-                f"{index} names {file!r} for {_listed(listed)}, but there is no such file; fetch the whole checkpoint"
-            )
-        files[path] = _tensor_names(path)
-        differing = sorted(set(listed) ^ set(files[path]))
-        if differing:
+    listed: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        listed.setdefault(file, []).append(name)
+    for file, names in listed.items():
+        if Path(file).name != file or not (directory / file).is_file():
+            missing = f"{index} names {file!r} for {_listed(names)}, but there is no such file"
+            raise CheckpointError(f"{missing}; fetch the whole checkpoint")
+    files = {directory / file: _tensor_names(directory / file) for file in sorted(listed)}
+    for path, names in files.items():
+        if differing := sorted(set(listed[path.name]) ^ set(names)):
             raise CheckpointError(f"{index} and {path.name} disagree on which tensors it holds: {_listed(differing)}")
     return files
 

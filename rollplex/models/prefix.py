@@ -74,7 +74,7 @@ def prefix_forward(
             if for_training:
                 inputs.append(x_PH)
             if index == c.num_layers - 1:
-                keep(index, *layer.project(x_PH, rope)[1:])
+                keep(index, *layer.keys_and_values(x_PH, rope))
             else:
                 x_PH = layer(x_PH, rope, attention)
         yield
@@ -98,7 +98,7 @@ def prefix_backward(model: VisionLanguageModel, state: PrefixState, *, train_vis
         with torch.enable_grad():
             x_PH = state.inputs[index].detach().requires_grad_()
             if index == last:
-                keep(index, *layer.project(x_PH, state.rope)[1:])
+                keep(index, *layer.keys_and_values(x_PH, state.rope))
                 outputs, gradients = [], []
             else:
                 outputs, gradients = [layer(x_PH, state.rope, PrefixAttention(keep))], [grad_PH]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import PIL.Image
 import PIL.ImageOps
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, GenerationConfig
 
 # By its own module: asking AutoImageProcessor for it needs torchvision in some of the versions that we support.
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -92,6 +92,25 @@ class Processor:
         self.image_token_id, self.video_token_id, start_id, end_id = _vision_ids(self.config, spec.checkpoint)
         names = self.tokenizer.convert_ids_to_tokens([self.image_token_id, self.video_token_id, start_id, end_id])
         self._image_token, self._video_token, self._vision_start, self._vision_end = (str(name) for name in names)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a response: the generation config's, and the tokenizer's end of sequence.
+
+        Raises:
+            CheckpointError: there is neither.
+        """
+        try:
+            ends = GenerationConfig.from_pretrained(self.spec.checkpoint).eos_token_id
+        except OSError:  # the checkpoint has no generation_config.json
+            ends = None
+        ids = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id} - {None}
+        if not ids:
+            raise CheckpointError(
+                f"model.path = {self.spec.checkpoint!r}: neither generation_config.json nor the tokenizer names an "
+                "end-of-sequence id; set eos_token_id in generation_config.json"
+            )
+        return frozenset(int(token) for token in ids)
 
     def prompt(
         self,
@@ -283,7 +302,7 @@ def upright_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
     """Decode a picture wholly, turn it as its EXIF orientation says, and make it RGB.
 
     This is what transformers' load_image does, its simplifications included: transparency is dropped, 16-bit values
-    above 255 are clipped, and of an animation the first frame counts. So a model sees in training what it sees elsewhere.
+    above 255 are clipped, and of an animation the first frame counts. So training sees what other tools show the model.
     """
     return PIL.ImageOps.exif_transpose(picture).convert("RGB")
 
@@ -292,11 +311,14 @@ def count_marks(message: Message) -> int:
     """Images that a message asks for: `<image>` marks in its text and items of type "image"."""
     content = message.get("content")
     if isinstance(content, str):
-        return content.count(IMAGE_MARK)
+        return _marks_in(content)
     items = [item for item in content if isinstance(item, Mapping)] if isinstance(content, list) else []
     texts = [item["text"] for item in items if isinstance(item.get("text"), str)]
-    num_items = len([item for item in items if item.get("type") == "image"])
-    return num_items + sum(text.count(IMAGE_MARK) for text in texts)
+    return len([item for item in items if item.get("type") == "image"]) + sum(map(_marks_in, texts))
+
+
+def _marks_in(text: str) -> int:
+    return text.count(IMAGE_MARK)
 
 
 def _load(kind: Any, checkpoint: str, what: str, **options: Any) -> Any:

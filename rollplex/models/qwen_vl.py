@@ -202,6 +202,7 @@ def _decoder_config(hf_config: Any) -> DecoderConfig:
         norm_eps=text.rms_norm_eps,
         rope_theta=float(rope["rope_theta"]),
         mrope_section=tuple(rope.get("mrope_section", DEFAULT_MROPE_SECTION)),
+        padding_id=text.pad_token_id,
         tied_embeddings=bool(hf_config.tie_word_embeddings),
         initializer_range=text.initializer_range,
     )

@@ -83,7 +83,7 @@ class VisionLanguageModel(nn.Module):
 
     def embed(self, ids_T: Tensor, features: Sequence[Tensor] = ()) -> Tensor:
         """Decoder input [T, H]: token embeddings, with image features at the placeholders, in order."""
-        x_TH = F.embedding(ids_T, self.decoder.embedding)
+        x_TH = F.embedding(ids_T, self.decoder.embedding, padding_idx=self.decoder.config.padding_id)
         if not features:
             return x_TH
         rows_I = (ids_T == self.family.image_token_id).nonzero().squeeze(1)

@@ -11,7 +11,7 @@ deepest in the graph, because it frees the most memory. This file knows no phase
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 from rollplex.phases.graph import Finished, Graph, Node, Phase, WaitFor
 from rollplex.trace import Trace
@@ -20,6 +20,7 @@ IDLE_S = 0.0005
 """Pause between looks at host work when nothing else can run: short against a decode step, long against a poll."""
 
 Runner = Callable[[Graph, Trace], None]
+Result = TypeVar("Result")
 _Work = Generator[object, None, object]
 
 
@@ -210,6 +211,15 @@ def _open(lane: str, lanes: dict[str, list[_Open]], progress: Progress, trace: T
     node = first or next((node for phase in phases for node in progress.ready(phase)), None)
     if node is not None:
         lanes[lane].append(_Open(node, progress.graph.phases[node.phase], progress, trace))
+
+
+def finish(work: Generator[object, None, Result]) -> Result:
+    """Run a generator by itself to its end, and return what it returns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return cast(Result, end.value)
 
 
 RUNNERS: dict[Literal["serial", "overlapped"], Runner] = {"serial": run_serial, "overlapped": run_overlapped}

@@ -52,10 +52,13 @@ def write_processor_checkpoint(directory: Path, template_file: str | None = "cha
         (directory / template_file).write_text(json.dumps({"chat_template": CHAT_TEMPLATE}), encoding="utf-8")
     elif template_file is not None:
         (directory / template_file).write_text(CHAT_TEMPLATE, encoding="utf-8")
-    start, end, image, video = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS[3:])
+    vocabulary = tokenizer.get_vocab()
+    start, end, image, video = (vocabulary[token] for token in SPECIAL_TOKENS[3:])
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": 300,
+            "bos_token_id": vocabulary["<|endoftext|>"],
+            "eos_token_id": vocabulary["<|im_end|>"],
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_hidden_layers": 3,

@@ -24,7 +24,7 @@ ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
 
 
-class _ImagesOnly(Qwen2_5_VLProcessor):  # type: ignore[misc]
+class _ImagesOnly(Qwen2_5_VLProcessor):
     """transformers' processor without a video processor, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -45,7 +45,8 @@ def processor(checkpoint: Path) -> Processor:
 def peer(checkpoint: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     image_processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
-    return _ImagesOnly(image_processor, tokenizer, None, chat_template=CHAT_TEMPLATE)
+    make: Any = _ImagesOnly
+    return make(image_processor, tokenizer, None, chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
