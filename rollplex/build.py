@@ -97,11 +97,12 @@ def build_workers(
 
 
 def read_vocabulary(processor: Processor, vocab_size: int) -> Vocabulary:
-    """Stop ids, the number of ids that have a token, and decoding; refuses a tokenizer larger than the embedding table."""
+    """Stop ids, number of ids, and decoding; refuses a tokenizer larger than the embedding table."""
     num_ids = len(processor.tokenizer)
     if num_ids > vocab_size:
         raise CheckpointError(
-            f"the tokenizer has {num_ids} tokens and the embedding table {vocab_size} rows: they are not of one checkpoint"
+            f"the tokenizer has {num_ids} tokens and the embedding table {vocab_size} rows: "
+            "they are not of one checkpoint"
         )
     tokenizer = processor.tokenizer
 
@@ -117,7 +118,9 @@ def _build_reference(config: Config, policy: Policy, device: torch.device) -> Sc
     source = config.model.reference or config.model.path
     model = load_model(source, policy.model.dtype, device)
     if model.decoder.config.vocab_size != policy.model.decoder.config.vocab_size:
-        raise CheckpointError(f"model.reference = {source!r} has another vocabulary than model.path; use one of the same family")
+        raise CheckpointError(
+            f"model.reference = {source!r} has another vocabulary than model.path; use a model of the same family"
+        )
     model.requires_grad_(False)
     if source == config.model.path and not config.model.train_vision:
         model.vision = policy.model.vision  # one tower, and each image's features are computed once for both

@@ -18,7 +18,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    # The docstrings under the fields become their descriptions: scripts/recipe_docs.py makes docs/recipes.md of them.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(Section):
@@ -29,35 +32,42 @@ class ModelConfig(Section):
     reference: str | None = None
     """The frozen reference's weights; by default those at `path`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of weights and computation; gradients are summed and the optimizer works in float32 either way."""
     train_vision: bool = False
     """Train the vision tower (its merger included), or keep it frozen."""
 
 
 class DataConfig(Section):
-    """Where prompts come from, and which columns mean what. A column name may be dotted: `reward_model.ground_truth`."""
+    """Where prompts come from, and what its columns mean. A column name may be dotted: `reward_model.ground_truth`."""
 
     train: str
-    """A .jsonl or .parquet file (or a glob of them), or `module:function` / `file.py:function` returning a sequence of rows."""
+    """A .jsonl or .parquet file, a glob of them, or `module:function` / `file.py:function` returning a sequence of rows."""
     eval: str | None = None
+    """Held-out prompts, as `train`; without it nothing is evaluated."""
     prompt_column: str = "prompt"
+    """Text, with an `<image>` mark for each image, or a list of chat messages."""
     images_column: str | None = None
-    """One image or a list of them: path, bytes, {"bytes": ...} or {"path": ...}, PIL. By default `images`, else `image`."""
+    """One image or a list of them: path, bytes, {"bytes" or "path": ...}, PIL. By default `images`, else `image`."""
     answer_column: str | None = None
     """A column that every row must have; also passed to reward functions as `answer`."""
     image_marks: Literal["strict", "prepend"] = "strict"
-    """strict: as many <image> marks as images. prepend: a prompt without marks gets its images at the first user turn."""
+    """strict: as many <image> marks as images. prepend: without marks, all images come first in the first user turn."""
     system_prompt: str | None = None
+    """Begins every conversation that has no system message of its own."""
     chat_template: bool = True
     """Wrap a text prompt as one user message of the checkpoint's chat template; chat messages always use it."""
     max_prompt_tokens: Positive = 16384
     """Longest prompt after placeholders are expanded, tokens."""
     min_pixels: Positive | None = None
+    """Smallest image size after resizing, pixels; by default the checkpoint's own limit."""
     max_pixels: Positive | None = None
-    """Image size after resizing, pixels; by default the checkpoint's own limits."""
+    """Largest image size after resizing, pixels; by default the checkpoint's own limit."""
     on_bad_row: Literal["error", "skip"] = "error"
+    """error: the first bad row ends the run. skip: bad rows are left out, counted and listed in bad_rows.jsonl."""
     check_images: Literal["decode", "header"] = "decode"
     """At ingestion, read every image wholly, or only its header."""
     shuffle: bool = True
+    """A new seeded order in each epoch, or the file's order."""
     num_workers: Positive = 2
     """Worker processes that decode and process media."""
     prefetch_steps: Positive = 2
@@ -70,12 +80,15 @@ class RolloutConfig(Section):
     group_size: Annotated[int, Field(ge=1)] = 8
     """Responses per prompt, G."""
     max_new_tokens: Positive = 512
+    """Longest response, tokens, its stop token included."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
     """0 is greedy; training needs more than 0."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Keep the likeliest ids that hold this share of probability; 1 keeps every id."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """0 keeps every id."""
     min_p: Fraction = 0.0
+    """Keep ids at least this share as likely as the likeliest; 0 keeps every id."""
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the checkpoint's end-of-sequence ids."""
     stop_strings: tuple[str, ...] = ()
@@ -96,13 +109,18 @@ class AlgoConfig(Section):
     scale_advantages: bool = True
     """Divide the group-relative advantage by the group's standard deviation (false: Dr. GRPO)."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.2
+    """The upper bound by itself (DAPO: larger than the lower)."""
     aggregation: Literal["token-mean", "sequence-mean", "constant-length"] = "token-mean"
-    """token-mean: over the batch's tokens. sequence-mean: over each response, then over responses. constant-length: sum / (responses * max_new_tokens)."""
+    """token-mean: over the batch's tokens. sequence-mean: over each response, then over responses.
+    constant-length: sum / (responses * max_new_tokens)."""
     kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """0 runs no reference at all."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With x = reference - policy log-prob: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL term to the loss token by token, or subtract a response's sum from its reward."""
     entropy_coefficient: float = 0.0
     """Adds entropy_coefficient * entropy to the objective."""
     mask_truncated: bool = False
@@ -122,8 +140,9 @@ class RewardFunction(Section):
     """One reward function and its weight."""
 
     function: str
-    """A built-in (`exact_match`, `number_match`, `multiple_choice`, `format`), `module:function` or `file.py:function`."""
+    """Built-in `exact_match`, `number_match`, `multiple_choice` or `format`; `module:function` or `file.py:function`."""
     weight: float = 1.0
+    """The reward is the sum of weight * score over the functions."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments passed with every call."""
 
@@ -136,11 +155,15 @@ class RewardConfig(Section):
     """What a response is worth: the weighted sum of functions, run in worker processes."""
 
     functions: tuple[RewardFunction, ...] = (RewardFunction(function="exact_match"),)
+    """One name, a list of names, or tables with `function`, `weight` and `kwargs`."""
     per: Literal["sample", "group"] = "sample"
     """One call per sample as soon as it is finished, or one per prompt group (for functions that compare siblings)."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
+    """Time limit of one call, seconds."""
     on_error: Literal["error", "zero"] = "error"
+    """A failed call ends the run, or counts as zero and is reported."""
     num_workers: Positive = 2
+    """Worker processes that run reward functions."""
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -161,7 +184,9 @@ class TrainConfig(Section):
     """Batch, schedule and optimizer."""
 
     steps: Positive = 100
+    """Training steps: a rollout and its update or updates."""
     prompts_per_step: Positive = 64
+    """Prompt groups of one step; responses are group_size times as many."""
     microbatch_tokens: Positive = 16384
     """Suffix tokens of one forward and backward; a single longer response still runs, by itself."""
     logprob_chunk_tokens: Positive = 1024
@@ -169,14 +194,19 @@ class TrainConfig(Section):
     recompute: Literal["none", "layer"] = "layer"
     """Activations of a suffix pass: keep all, or keep layer inputs and recompute."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
+    """The full rate, after warm-up and before decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up; step i of them has (i + 1) / warmup_steps of the rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay from the end of warm-up to the last step."""
     min_learning_rate_ratio: Fraction = 0.0
     """Where the decay ends, as a share of learning_rate."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """On matrices; norms and biases are not decayed."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Clip by the global norm over every trained parameter."""
 
@@ -187,23 +217,32 @@ class EvalConfig(Section):
     every_steps: Annotated[int, Field(ge=0)] = 0
     """0: never during the run. With data.eval set, it also runs before the first and after the last step."""
     max_prompts: Positive | None = None
+    """The first so many rows of data.eval; by default all."""
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
+    """0 is greedy."""
 
 
 class RunConfig(Section):
     """Where a run lives and how it is executed."""
 
     directory: str = "runs/default"
+    """Where config, metrics, samples and checkpoints go."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Keys the order of data and the sampling noise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a CUDA device where there is one."""
     runner: Literal["serial", "overlapped"] = "overlapped"
+    """How a step is executed; both give the same bits."""
     checkpoint_every_steps: Annotated[int, Field(ge=0)] = 0
     """0: only at the end and on Ctrl-C."""
     keep_checkpoints: Positive = 2
+    """Older ones are removed."""
     resume: bool = True
     """Continue from the newest whole checkpoint in `directory`; false refuses a directory that has one."""
     save_samples: bool = True
+    """Write every response with its rewards to samples.jsonl."""
     tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
 
 
 class Config(Section):
@@ -233,7 +272,9 @@ class Config(Section):
         if self.rollout.group_size == 1 and self.algo.scale_advantages:
             refuse("rollout.group_size", 1, "a group of one has no relative advantage", "use 2 or more")
         if self.data.min_pixels and self.data.max_pixels and self.data.min_pixels > self.data.max_pixels:
-            refuse("data.min_pixels", self.data.min_pixels, f"above data.max_pixels = {self.data.max_pixels}", "lower it")
+            refuse(
+                "data.min_pixels", self.data.min_pixels, f"above data.max_pixels = {self.data.max_pixels}", "lower it"
+            )
         return self
 
 
@@ -243,13 +284,15 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     A value is read as TOML (`3`, `true`, `["a"]`); what is not TOML is taken as a string.
 
     Raises:
-        ConfigError: the file is missing or no TOML, an override is malformed, a key is unknown, a value is out of range.
+        ConfigError: the file is missing or no TOML, an override is malformed, a key unknown, a value out of range.
     """
     path = Path(recipe)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"recipe {str(path)!r} cannot be read: {error.strerror}; give the path of a TOML file") from error
+        raise ConfigError(
+            f"recipe {str(path)!r} cannot be read: {error.strerror}; give the path of a TOML file"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from error
     for override in overrides:

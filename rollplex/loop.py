@@ -134,10 +134,14 @@ class _Run:
             number + 1, self._runtime.workers.policy.version, self._state.skipped_updates + skipped
         )
         if skipped:
-            self._display.warn(f"step {number + 1}: {skipped} updates skipped (gradient not finite, or nothing to learn from); "
-                               f"{self._state.skipped_updates} so far")  # fmt: skip
+            self._display.warn(
+                f"step {number + 1}: {skipped} of {len(step.updates)} updates skipped: the gradient was not finite, or every "
+                f"response was masked ({self._state.skipped_updates} in this run)"
+            )
         metrics["updates/skipped_total"] = float(self._state.skipped_updates)
-        for failure in [text for group in step.groups for score in group.scores.values() for text in score.failures][:3]:
+        for failure in [text for group in step.groups for score in group.scores.values() for text in score.failures][
+            :3
+        ]:
             self._display.warn(f"step {number + 1}: {failure}")
         self._directory.log(self._state.step, "train", metrics)
         if self._config.run.save_samples:

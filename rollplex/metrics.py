@@ -1,7 +1,7 @@
 """One step as numbers: what is logged, named once.
 
-Every value is a float. Log-probs of the sampler and of the trainer are compared in each step, because their difference is
-the first sign of a step that is not on-policy.
+Every value is a float. Log-probs of the sampler and of the trainer are compared in each step, because their difference
+is the first sign of a step that is not on-policy.
 """
 
 import statistics
@@ -106,7 +106,7 @@ def _update_metrics(step: Step) -> dict[str, float]:
 
 
 def logprob_differences(groups: Sequence[Group]) -> Tensor:
-    """Absolute differences of all tokens: the trainer's log-probs, under the weights that sampled, and the sampler's."""
+    """Absolute differences, token by token, of the trainer's log-probs (with the weights that sampled) and the sampler's."""
     differences = []
     for group in groups:
         trainer_T = group.trained_T if group.old_T is None else group.old_T

@@ -13,14 +13,15 @@
     policy.update            per step    divide by the batch's size, clip, AdamW, publish the new version
 
 `Step` holds one step's state and has a method for each phase; the stages below put them into the graph. This file says
-what is computed and from what. It knows no stream, no speed, no byte and no option: which stages a step has is chosen in
-`build.py`, and what varies within a phase is a function in `algo/`.
+what is computed and from what. It knows no stream, no speed, no byte and no option: which stages a step has is chosen
+in `build.py`, and what varies within a phase is a function in `algo/`.
 
 Legend: T tokens of one group's responses, packed in order of sample.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 from torch import Tensor
@@ -162,9 +163,7 @@ class Step:
 
     def advantage(self, index: int) -> None:
         group = self.groups[index]
-        group.credit = assign_credit(
-            group.rewards, group.responses, self.config.algo, group.old_T, group.reference_T
-        )
+        group.credit = assign_credit(group.rewards, group.responses, self.config.algo, group.old_T, group.reference_T)
 
     def policy_prefix(self, index: int) -> Turns:
         """The prefix again, with weights that have changed since the rollout."""
@@ -245,7 +244,13 @@ def reference_stage(step: Step) -> None:
     """Log-probs of the responses under the frozen reference."""
     graph = step.graph
     graph.add("reference.prefix", step.reference_prefix, lane="compute", per="group")
-    graph.add("reference.suffix", step.reference_suffix, lane="compute", per="group", after=["reference.prefix", "rollout.decode"])
+    graph.add(
+        "reference.suffix",
+        step.reference_suffix,
+        lane="compute",
+        per="group",
+        after=["reference.prefix", "rollout.decode"],
+    )
 
 
 def old_logprobs_stage(step: Step) -> None:
@@ -254,17 +259,21 @@ def old_logprobs_stage(step: Step) -> None:
 
 
 def update_stage(step: Step) -> None:
-    """Advantages, then one weight update per minibatch and epoch; minibatches are fixed ranges of the batch's groups."""
+    """Advantages, then an update per epoch and minibatch; minibatches are fixed ranges of the batch's groups."""
     graph, algo = step.graph, step.config.algo
     scored = graph.present("reference.suffix", "policy.old_logprobs")
     graph.add("advantage", step.advantage, lane="compute", per="group", after=["reward", *scored])
     bounds = [len(step.groups) * part // algo.num_minibatches for part in range(algo.num_minibatches + 1)]
-    minibatches = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    minibatches = [range(*pair) for pair in pairwise(bounds)]
     step.trained_first = frozenset(minibatches[0])
     # Weights may change only when nothing of this step still needs the old ones.
     _add_update(step, "", minibatches[0], ["advantage"], ["rollout.decode", *graph.present("policy.old_logprobs")])
     for update in range(1, algo.num_updates):
-        tag, before, groups = f"/{update}", f"/{update - 1}" if update > 1 else "", minibatches[update % algo.num_minibatches]
+        tag, before, groups = (
+            f"/{update}",
+            f"/{update - 1}" if update > 1 else "",
+            minibatches[update % algo.num_minibatches],
+        )
         graph.add(
             f"policy.prefix{tag}", step.policy_prefix, lane="compute", per="group", groups=groups,
             after=["advantage", f"policy.update{before}"],

@@ -1,8 +1,8 @@
 """Where a step's time and tokens went: spans and counters, gathered by whoever is handed the `Trace`.
 
-A span is one stretch of a phase on its lane; a phase that is a generator makes one per turn. Sums by name are always kept;
-single events only when asked for, as JSON lines that trace viewers understand (Chrome trace format, "X" events). Knows no
-phase, no torch: on a GPU a span measures the host's side.
+A span is one stretch of a phase on its lane; a phase that is a generator makes one per turn. Sums by name are always
+kept; single events only when asked for, as JSON lines that trace viewers understand (Chrome trace format, "X" events).
+Knows no phase, no torch: on a GPU a span measures the host's side.
 """
 
 import json
@@ -51,4 +51,11 @@ class Trace:
 
     def _event(self, name: str, lane: str, group: int, sample: int, start: float, elapsed: float) -> dict[str, object]:
         microseconds = {"ts": round((start - self._origin) * 1e6), "dur": round(elapsed * 1e6)}
-        return {"ph": "X", "name": name, "pid": 0, "tid": lane, "args": {"group": group, "sample": sample}, **microseconds}
+        return {
+            "ph": "X",
+            "name": name,
+            "pid": 0,
+            "tid": lane,
+            "args": {"group": group, "sample": sample},
+            **microseconds,
+        }

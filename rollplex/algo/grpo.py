@@ -1,9 +1,10 @@
-"""GRPO and its close relatives, as functions of a recipe's [algo] section: from rewards to what the loss needs per token.
+"""GRPO and its close relatives, as functions of a recipe's [algo] section: from rewards to what the loss needs per
+token.
 
     rewards of a group -> (minus KL, when it counts as reward) -> group-relative advantages -> one per response token
 
-DeepSeekMath (arXiv 2402.03300), Dr. GRPO (arXiv 2503.20783) and DAPO's two clip bounds (arXiv 2503.14476) are settings of
-it. Knows no model and no batch.
+DeepSeekMath (arXiv 2402.03300), Dr. GRPO (arXiv 2503.20783) and DAPO's two clip bounds (arXiv 2503.14476) are settings
+of it. Knows no model and no batch.
 
 Shapes: G responses of one group; T their tokens, packed in order of sample.
 """

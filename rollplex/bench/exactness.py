@@ -1,7 +1,8 @@
 """Claim: serial and overlapped steps are equal bit for bit, and their gradient is that of the plain computation.
 
 Two runs of the same steps on a tiny random model, one with each runner, are compared in every sampled token, log-prob,
-gradient and weight. Each step's gradient is also computed by transformers and autograd, on every full sequence by itself.
+gradient and weight. Each step's gradient is also computed by transformers and autograd, on every full sequence by
+itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,9 +107,12 @@ def _samples_equal(one: Sample, other: Sample) -> bool:
 
 
 def gradient_errors(record: Record, algo: AlgoConfig) -> tuple[float, float]:
-    """Relative error of a step's gradient: over all parameters together, and of the worst parameter."""
+    """Relative error of a step's gradient: over all parameters together, and of the worst parameter.
+
+    The plain computation is always float32 on the CPU, from the same weights.
+    """
     model = tiny_model(tiny_config())
-    model.load_state_dict(dict(record.before), assign=True)
+    model.load_state_dict({name: weight.cpu().float() for name, weight in record.before.items()}, assign=True)
     expected = plain_gradients(model, record.groups, algo)
     differences, norms = [], []
     for name, packed in record.gradients.items():

@@ -1,4 +1,4 @@
-"""Claim: a prefix is computed forward once per model, recomputed once, and goes backward once, whatever the group's size.
+"""Claim: a prefix is computed forward once per model, recomputed once, and goes backward once, for any group size.
 
 Token-layer passes are counted where they happen: every call of a decoder layer, or of its K and V where nothing else is
 needed, and every backward pass through one. A usual trainer computes each sample's whole sequence in every phase.
@@ -35,10 +35,10 @@ def run(group: int = 8, device: str = "cpu") -> dict[str, object]:
     models = {"policy": workers.policy.model, "reference": workers.reference.model}
     with counted_prefix_passes({name: list(model.decoder.layers) for name, model in models.items()}) as passes:
         Runtime(config, workers).train(prompts, 0, Trace())
-    unit = sum(prompt.prefix_length for prompt in prompts) * hf_config.text_config.num_hidden_layers
+    unit = sum(prompt.prefix_length for prompt in prompts) * workers.policy.model.decoder.config.num_layers
     counts = {name: count / unit for name, count in sorted(passes.items())}
     forwards = counts["policy forward"] + counts["reference forward"]
-    # Usual trainer, with activation recomputation: rollout once; reference and update's forward and recomputation per sample.
+    # A usual trainer, with recomputation: once in the rollout; per sample reference, update, recomputation.
     naive_forwards, naive_backwards = 1 + group + 2 * group, group
     return {
         "bench": "forwards",

@@ -1,7 +1,7 @@
 """Claim: the model is transformers' Qwen2.5-VL: the same logits, and the same greedy continuation through the engine.
 
-Tiny random checkpoints, with untied and tied embeddings, are written to disk, loaded by both, and given prompts with 0, 1
-and 3 images of different sizes.
+Tiny random checkpoints, with untied and tied embeddings, are written to disk, loaded by both, and given prompts with 0,
+1 and 3 images of different sizes.
 """
 
 import tempfile
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
@@ -65,7 +66,7 @@ def _load(tie: bool, device: str, dtype: torch.dtype) -> tuple[VisionLanguageMod
 
 
 @torch.no_grad()
-def _logits(model: VisionLanguageModel, prompt: Prompt, response: Sequence[int]) -> Tensor:
+def _logits(model: VisionLanguageModel, prompt: Prompt, response: npt.NDArray[np.int64]) -> Tensor:
     """Logits of the suffix: last prompt token and all but the last response token, over the prefix state."""
     decoder, device = model.decoder, model.device
     ids = np.concatenate([prompt.ids[-1:], response[:-1]])
@@ -77,7 +78,7 @@ def _logits(model: VisionLanguageModel, prompt: Prompt, response: Sequence[int])
 
 
 @torch.no_grad()
-def _peer_logits(peer: Any, prompt: Prompt, response: Sequence[int]) -> Tensor:
+def _peer_logits(peer: Any, prompt: Prompt, response: npt.NDArray[np.int64]) -> Tensor:
     inputs = {name: tensor.to(peer.device) for name, tensor in hf_inputs(prompt, response).items()}
     output: Tensor = peer(**inputs, use_cache=False).logits[0, len(prompt.ids) - 1 : -1].float()
     return output

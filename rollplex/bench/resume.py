@@ -1,8 +1,8 @@
 """Claim: a run that is killed and resumed ends exactly like one that was left alone.
 
-A tiny model is trained by `rollplex train` in a process of its own. That process is killed with SIGKILL at a random moment,
-started again, and so on; then every bit of the last checkpoint, and every metric and sample, is compared with an
-undisturbed run's.
+A tiny model is trained by `rollplex train` in a process of its own. That process is killed with SIGKILL at a random
+moment, started again, and so on; then every bit of the last checkpoint, and every metric and sample, is compared with
+an undisturbed run's.
 """
 
 import json
@@ -70,7 +70,13 @@ def write_recipe(root: Path, steps: int) -> Path:
         "rollout": {"group_size": 4, "max_new_tokens": 12, "temperature": 1.2},
         "algo": {"kl_coefficient": 0.02},
         "reward": {"functions": [f"{root / 'reward.py'}:letters"], "num_workers": 1},
-        "train": {"steps": steps, "prompts_per_step": 5, "learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2},
+        "train": {
+            "steps": steps,
+            "prompts_per_step": 5,
+            "learning_rate": 1e-3,
+            "schedule": "cosine",
+            "warmup_steps": 2,
+        },
         "run": {"device": "cpu", "checkpoint_every_steps": 1, "tensorboard": False},
     }
     path = root / "recipe.toml"
@@ -122,7 +128,9 @@ def read_rows(path: Path) -> list[dict[str, object]]:
     """The whole lines of a JSONL file; none if it is not there."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+    ]
 
 
 def _without_times(row: dict[str, object]) -> dict[str, object]:

@@ -19,8 +19,10 @@ def select_device(name: str) -> torch.device:
         raise ConfigError('run.device = "cuda": torch sees no CUDA device; use run.device = "auto" or "cpu"')
     if name == "cpu" or not available:
         return torch.device("cpu")
-    # Attention's backward adds in any order by default; the fill is a debugging aid that costs a pass over every tensor.
+    # Attention's backward adds in any order by default; the fill is a debugging aid that costs a pass over every
+    # tensor.
     torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.backends.cudnn.allow_tf32 = False  # convolutions would round float32 operands to 10 bits
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return torch.device("cuda", torch.cuda.current_device())
 

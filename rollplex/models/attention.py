@@ -6,7 +6,8 @@
 
 They know layers by number and prefixes by their K/V tensors; not where those come from, nor what becomes of the output.
 
-Legend: T tokens, N query heads, K key/value heads, G query heads per K, D head dim, P prefix tokens, L layers, S history slots.
+Legend: T tokens, N query heads, K key/value heads, G query heads per K, D head dim, P prefix tokens, L layers, S
+history slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +57,8 @@ class SuffixAttention:
     """Packed suffixes of one group over the group's prefix.
 
     The two parts are merged by log-sum-exp. Backward is exact for q and the suffix's own k and v through autograd; the
-    prefix's gradients are added to `prefix.grad_k_LPKD` and `grad_v_LPKD`, outside autograd, because several microbatches
-    of the group add to them before the prefix's one backward pass.
+    prefix's gradients are added to `prefix.grad_k_LPKD` and `grad_v_LPKD`, outside autograd, because several
+    microbatches of the group add to them before the prefix's one backward pass.
     """
 
     def __init__(self, prefix: PrefixKV, segments: Segments, keep: KeepKV | None = None) -> None:
@@ -66,7 +67,9 @@ class SuffixAttention:
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if self._keep is not None:
             self._keep(layer, k_TKD, v_TKD)
-        o_TND: Tensor = _MergedAttention.apply(q_TND, k_TKD, v_TKD, self._prefix, layer, self._segments)
+        o_TND: Tensor = _MergedAttention.apply(  # type: ignore[no-untyped-call]
+            q_TND, k_TKD, v_TKD, self._prefix, layer, self._segments
+        )
         return o_TND
 
 
@@ -90,7 +93,9 @@ class _MergedAttention(torch.autograd.Function):
         prefix, layer = ctx.prefix, ctx.layer
         grad_q, grad_k, grad_v = flash_backward(grad_TND, q, k, v, o, lse, causal=True, segments=ctx.segments)
         if prefix.length:
-            assert prefix.grad_k_LPKD is not None, "a backward pass through a prefix needs somewhere to add its gradient"
+            assert prefix.grad_k_LPKD is not None, (
+                "a backward pass through a prefix needs somewhere to add its gradient"
+            )
             assert prefix.grad_v_LPKD is not None
             prefix_q, prefix_k, prefix_v = flash_backward(
                 grad_TND, q, prefix.k_LPKD[layer], prefix.v_LPKD[layer], o, lse, causal=False

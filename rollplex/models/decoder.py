@@ -1,13 +1,15 @@
 """The text decoder: one module for every phase. What attends to what is the `Attention` argument's business.
 
-    x -> [ norm -> qkv -> rotary -> attention(layer, q, k, v) -> out -> + -> norm -> gate_up -> silu * -> down -> + ] x L -> norm
+    x -> [ norm -> qkv -> rotary -> attention(layer, q, k, v) -> out -> + -> norm -> gate_up -> silu * -> down -> + ] x
+    L -> norm
 
-It does not know prefixes, suffixes, pages, batches or gradients; tokens are rows. Parameters are packed in nested order:
-`qkv` is a concatenation over key/value heads of (its query heads, its key, its value), `gate_up` over up to 8 slots of
-(gate rows, up rows), so that the shard of any tensor-parallel degree that divides the slots is one contiguous range of rows.
-Row-parallel weights (`out`, `down`) are stored transposed for the same reason and used as `.t()` views.
+It does not know prefixes, suffixes, pages, batches or gradients; tokens are rows. Parameters are packed in nested
+order: `qkv` is a concatenation over key/value heads of (its query heads, its key, its value), `gate_up` over up to 8
+slots of (gate rows, up rows), so that the shard of any tensor-parallel degree that divides the slots is one contiguous
+range of rows. Row-parallel weights (`out`, `down`) are stored transposed for the same reason and used as `.t()` views.
 
-Legend: T tokens, H hidden, N query heads, K key/value heads, G query heads per K, D head dim, F intermediate, V vocabulary.
+Legend: T tokens, H hidden, N query heads, K key/value heads, G query heads per K, D head dim, F intermediate, V
+vocabulary.
 """
 
 import math
@@ -132,7 +134,9 @@ class Decoder(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.untied_head = None if config.tied_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden))
+        self.untied_head = (
+            None if config.tied_embeddings else nn.Parameter(torch.empty(config.vocab_size, config.hidden))
+        )
 
     @property
     def head(self) -> Tensor:
@@ -145,7 +149,7 @@ class Decoder(nn.Module):
         return layer
 
     def rope(self, positions_3T: Tensor) -> Rope:
-        """Multimodal rotary angles (Qwen2-VL, arXiv 2409.12191, section 2.1) for (temporal, height, width) positions."""
+        """Multimodal rotary angles for (t, h, w) positions (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
         c, device = self.config, positions_3T.device
         exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
         frequencies = (1.0 / (c.rope_theta**exponents)).to(device)

@@ -82,12 +82,16 @@ def prefix_forward(
     return PrefixState(model.version, ids_P, rope, encoded, PrefixKV(k_LPKD, v_LPKD, *gradients), inputs)
 
 
-def prefix_backward(model: VisionLanguageModel, state: PrefixState, *, train_vision: bool) -> Generator[None, None, None]:
+def prefix_backward(
+    model: VisionLanguageModel, state: PrefixState, *, train_vision: bool
+) -> Generator[None, None, None]:
     """Add the prefix's part of the gradient to the parameters, from the gradients gathered in `state.kv`."""
     kv, last = state.require(model.version), model.decoder.config.num_layers - 1
     if not kv.length:
         return
-    assert state.inputs and kv.grad_k_LPKD is not None and kv.grad_v_LPKD is not None, "prefix was not kept for training"
+    assert state.inputs and kv.grad_k_LPKD is not None and kv.grad_v_LPKD is not None, (
+        "prefix was not kept for training"
+    )
     grad_PH: Tensor | None = None
     for index in reversed(range(last + 1)):
         layer, kept = model.decoder.layer(index), dict[str, Tensor]()

@@ -3,8 +3,8 @@
     encode   images            -> one feature tensor per image
     embed    token ids (+ features at image placeholders) -> decoder input
 
-It does not know prompts, groups or losses. The tower is the one of transformers; it runs image by image, so that an image's
-features do not depend on which other images it is computed with.
+It does not know prompts, groups or losses. The tower is the one of transformers; it runs image by image, so that an
+image's features do not depend on which other images it is computed with.
 
 Legend: T tokens, H hidden, F features of one image (merged patches), I image placeholder tokens.
 """

@@ -1,15 +1,15 @@
 """What a step consists of, and what must come before what.
 
-A *phase* runs once per step, once per prompt group, or once per sample; each run of it is a *node*. A phase's function is
-called with the node's key - `run()`, `run(group)` or `run(group, sample)` - and is either a plain function or a generator
-that yields wherever another lane may take a turn. What it yields is `None`, or one of
+A *phase* runs once per step, once per prompt group, or once per sample; each run of it is a *node*. A phase's function
+is called with the node's key - `run()`, `run(group)` or `run(group, sample)` - and is either a plain function or a
+generator that yields wherever another lane may take a turn. What it yields is `None`, or one of
 
     WaitFor(node)    nothing to do before that node is done
     Finished(...)    samples that exist from now on: whatever needs them may start, while this phase goes on
 
 A phase may name only phases added before it, so the graph has no cycle. Phases of one *chain* add to the same sums, so
-their order is fixed by data: groups in the order in which they finished - (decode step, index) - and, within a group, the
-order of the phases. This file knows nothing of time, streams or models.
+their order is fixed by data: groups in the order in which they finished - (decode step, index) - and, within a group,
+the order of the phases. This file knows nothing of time, streams or models.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +69,7 @@ class Graph:
         self, name: str, run: Callable[..., object], *, lane: Lane, per: Per, after: Sequence[str] = (),
         groups: Sequence[int] | None = None, chain: str = "", announces: bool = False,
     ) -> None:  # fmt: skip
-        """Append a phase; `after` names earlier phases, in the sense of the same group or sample where both have one."""
+        """Append a phase; `after` names earlier phases, of the same group or sample where both have one."""
         assert name not in self.phases, f"phase {name} was added twice"
         for other in after:
             assert other in self.phases, f"phase {name} comes after {other}, which was not added before it"

@@ -4,9 +4,9 @@
     overlapped   decode steps alternate with compute turns; host work is polled; whatever is ready may run
 
 Both call the same functions, and both keep each chain's order, so their results are the same bits. What differs is when
-work happens that does not depend on order. At any time one compute node is open: it runs to its end, with decode steps in
-between, before the next starts. Of several ready compute nodes, the one that decoding waits for goes first, then the phase
-deepest in the graph, because it frees the most memory. This file knows no phase by name.
+work happens that does not depend on order. At any time one compute node is open: it runs to its end, with decode steps
+in between, before the next starts. Of several ready compute nodes, the one that decoding waits for goes first, then the
+phase deepest in the graph, because it frees the most memory. This file knows no phase by name.
 """
 
 import time
@@ -82,7 +82,7 @@ class Progress:
             yield Node(phase.name, group)
 
     def _turn_of(self, phase: Phase) -> int | None:
-        """The group whose turn it is in the phase's chain: the first finished one that has not passed the whole chain."""
+        """Whose turn it is in the phase's chain: the first finished group that has not passed all of it."""
         last = self.graph.chain(phase.chain)[-1]
         waiting = (group for group in self.finish_order if group in phase.groups)
         return next((group for group in waiting if Node(last.name, group) not in self.done), None)

@@ -177,8 +177,8 @@ class _Rollout:
         for key, token, *logprobs in zip(keys, *(column.tolist() for column in columns), strict=True):
             if not np.isfinite(logprobs).all():
                 raise NumericsError(
-                    f"{self._prompts[key.group].source}: log-probs of a sampled token are {logprobs}: the model's logits "
-                    "are not finite; lower train.learning_rate, or use model.dtype = 'float32' to find out where"
+                    f"{self._prompts[key.group].source}: log-probs of a sampled token are {logprobs}: the model's "
+                    "logits are not finite; lower train.learning_rate, or use model.dtype = 'float32' to find out where"
                 )
             draft = self._drafts.setdefault(key, _Draft())
             draft.ids.append(token)

@@ -3,8 +3,8 @@
     Scorer   a model that gives log-probs of responses: the frozen reference is one
     Policy   a scorer whose weights change: backward over suffixes, backward over the prefix, update
 
-Generators yield where another lane may take a turn: after a microbatch, or after a layer of a prefix. They know prompts,
-samples and prefix states; not advantages, rewards or what the loss is - it is a function that they are given.
+Generators yield where another lane may take a turn: after a microbatch, or after a layer of a prefix. They know
+prompts, samples and prefix states; not advantages, rewards or what the loss is - it is a function that they are given.
 
 Legend: T tokens of a group's responses, packed in order of sample; H hidden.
 """
@@ -64,9 +64,7 @@ class Scorer:
         """Compute a prompt's prefix."""
         return prefix_forward(self.model, prompt, encoded, for_training=for_training)
 
-    def score(
-        self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample]
-    ) -> Generator[None, None, Tensor]:
+    def score(self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample]) -> Generator[None, None, Tensor]:
         """Log-probs [T] of all responses of a group, without gradient."""
         parts = []
         for chosen in self._microbatches(samples):
@@ -79,9 +77,7 @@ class Scorer:
         lengths = [sample.length for sample in samples]
         return [[samples[i] for i in chosen] for chosen in pack(lengths, self.config.microbatch_tokens)]
 
-    def _suffix(
-        self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], *, with_entropy: bool
-    ) -> Scored:
+    def _suffix(self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], *, with_entropy: bool) -> Scored:
         """One packed pass over some responses of a group."""
         model, device = self.model, self.model.device
         kv = prefix.require(model.version)
@@ -131,7 +127,7 @@ class Policy(Scorer):
     def backward(
         self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], loss: MicrobatchLoss
     ) -> Generator[None, None, Tensor]:
-        """Forward and backward over a group's responses: adds to the weights' gradients and to the prefix's K/V gradients.
+        """Forward and backward over a group's responses: adds to the gradients of the weights and of the prefix's K/V.
 
         Returns the log-probs [T], detached.
         """

@@ -1,4 +1,4 @@
-"""Both runners over random graphs with random finishing orders: everything runs once, after what it needs, in chain order."""
+"""Both runners over random graphs and finishing orders: everything runs once, after what it needs, in chain order."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +104,9 @@ def test_every_node_runs_once_after_what_it_needs(runner: Runner, scenario: Scen
 @RUNNERS
 @given(scenario=scenarios())
 @settings(max_examples=60, deadline=None)
-def test_a_chain_runs_group_after_group_in_the_order_in_which_groups_finished(runner: Runner, scenario: Scenario) -> None:
+def test_a_chain_runs_group_after_group_in_the_order_in_which_groups_finished(
+    runner: Runner, scenario: Scenario
+) -> None:
     scenario.log.clear()
     runner(scenario.graph(), Trace())
     chained = [node for kind, node in scenario.log if kind == "start" and node.phase in ("suffix", "backward")]

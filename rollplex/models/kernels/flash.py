@@ -8,8 +8,9 @@ The backward takes `o` and `lse` as arguments because they may be those of a *me
 with P = exp(q k' - lse) and delta = rowsum(grad_o * o), the flash backward of each part is then the exact gradient with
 respect to that part (Dao, FlashAttention-2, section 2.3: nothing else of the other keys enters).
 
-The operators are torch's own: aten's flash kernels on CPU and (16-bit) on CUDA. `plain_forward` and `plain_backward` are
-the same functions written out; they are the tests' oracle and serve float32 on CUDA, which aten's kernel does not take.
+The operators are torch's own: aten's flash kernels on CPU and (16-bit) on CUDA. `plain_forward` and `plain_backward`
+are the same functions written out; they are the tests' oracle and serve float32 on CUDA, which aten's kernel does not
+take.
 
 Legend: T query tokens, S key tokens, N query heads, K key/value heads (N a multiple of K), D head dim, B segments.
 """
@@ -31,7 +32,7 @@ class Segments:
     device: torch.device
 
     @cached_property
-    def offsets_B1(self) -> Tensor:
+    def offsets(self) -> Tensor:
         """int32 [B + 1], cumulative lengths from 0, on the device."""
         offsets = [0]
         for length in self.lengths:
@@ -63,7 +64,7 @@ def flash_forward(
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
     q_segments, k_segments = _cuda_segments(q_TND, k_SKD, segments)
     o_TND, lse_NT, *_ = _aten._flash_attention_forward(
-        q_TND, k_SKD, v_SKD, q_segments.offsets_B1, k_segments.offsets_B1, q_segments.longest, k_segments.longest,
+        q_TND, k_SKD, v_SKD, q_segments.offsets, k_segments.offsets, q_segments.longest, k_segments.longest,
         0.0, causal, False,
     )  # fmt: skip
     return o_TND, lse_NT
@@ -83,8 +84,8 @@ def flash_backward(
     q_segments, k_segments = _cuda_segments(q_TND, k_SKD, segments)
     state = torch.zeros(2, dtype=torch.uint64, device=q_TND.device)  # dropout's generator state: unused at 0.0
     grads = _aten._flash_attention_backward(
-        grad_TND.contiguous(), q_TND, k_SKD, v_SKD, o_TND, lse_NT.contiguous(), q_segments.offsets_B1,
-        k_segments.offsets_B1, q_segments.longest, k_segments.longest, 0.0, causal, state, state,
+        grad_TND.contiguous(), q_TND, k_SKD, v_SKD, o_TND, lse_NT.contiguous(), q_segments.offsets,
+        k_segments.offsets, q_segments.longest, k_segments.longest, 0.0, causal, state, state,
     )  # fmt: skip
     return grads[0], grads[1], grads[2]
 

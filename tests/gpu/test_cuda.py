@@ -1,0 +1,81 @@
+"""The step on a CUDA device: against the CPU, serial against overlapped bit for bit, kernels against float32."""
+
+import pytest
+import torch
+
+from rollplex.bench import exactness, forwards, parity
+from rollplex.models.kernels.flash import Segments, flash_backward, flash_forward, merge, plain_backward, plain_forward
+
+pytestmark = pytest.mark.gpu
+KERNEL_ERROR = 0.01
+"""Relative error of bfloat16 attention against float32: twice what rounding inputs and outputs gives."""
+LENGTHS = (37, 1, 200, 64)
+
+
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(28, 4, 128), (16, 2, 128), (4, 4, 64), (8, 1, 32)]
+)
+def test_flash_kernels_against_float32(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    device, tokens, prefix = torch.device("cuda"), sum(LENGTHS), 333
+    shapes = [
+        (tokens, num_heads),
+        (tokens, num_kv_heads),
+        (tokens, num_kv_heads),
+        (prefix, num_kv_heads),
+        (prefix, num_kv_heads),
+    ]
+    q, k, v, prefix_k, prefix_v = (
+        torch.randn(*shape, head_dim, device=device, dtype=torch.bfloat16) for shape in shapes
+    )
+    grad = torch.randn_like(q)
+    segments = Segments(LENGTHS, device)
+    own_o, own_lse = flash_forward(q, k, v, causal=True, segments=segments)
+    prefix_o, prefix_lse = flash_forward(q, prefix_k, prefix_v, causal=False)
+    o, lse = merge(prefix_o, prefix_lse, own_o, own_lse)
+    grads = flash_backward(grad, q, k, v, o, lse, causal=True, segments=segments)
+    prefix_grads = flash_backward(grad, q, prefix_k, prefix_v, o, lse, causal=False)
+
+    start, expected_prefix = 0, [torch.zeros_like(prefix_k, dtype=torch.float32) for _ in range(2)]
+    for length in LENGTHS:
+        rows = slice(start, start := start + length)
+        parts = [x[rows].float() for x in (q, k, v)]
+        prefixes = prefix_k.float(), prefix_v.float()
+        plain = plain_forward(*parts, causal=True)
+        plain_o, plain_lse = merge(*plain_forward(parts[0], *prefixes, causal=False), *plain)
+        assert _relative(o[rows], plain_o) < KERNEL_ERROR
+        own = plain_backward(grad[rows].float(), parts[0], parts[1], parts[2], plain_o, plain_lse, True)
+        over = plain_backward(grad[rows].float(), parts[0], *prefixes, plain_o, plain_lse, False)
+        assert _relative(grads[0][rows].float() + prefix_grads[0][rows].float(), own[0] + over[0]) < KERNEL_ERROR
+        assert _relative(grads[1][rows], own[1]) < KERNEL_ERROR
+        assert _relative(grads[2][rows], own[2]) < KERNEL_ERROR
+        expected_prefix[0] += over[1]
+        expected_prefix[1] += over[2]
+    assert _relative(prefix_grads[1], expected_prefix[0]) < KERNEL_ERROR
+    assert _relative(prefix_grads[2], expected_prefix[1]) < KERNEL_ERROR
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_serial_and_overlapped_are_the_same_bits(dtype: str) -> None:
+    result = exactness.run(3, "cuda", dtype)
+    assert result["serial_overlapped_equal"] is True
+
+
+def test_float32_gradient_is_that_of_transformers() -> None:
+    result = exactness.run(2, "cuda", "float32")
+    assert result["gradient_error"] <= 1e-5  # type: ignore[operator]
+    assert result["logprob_difference"] <= 1e-4  # type: ignore[operator]
+
+
+def test_parity_with_transformers() -> None:
+    result = parity.run(32, "cuda", "float32")
+    assert result["logit_error"] <= 1e-4  # type: ignore[operator]
+    assert result["tokens_equal"] is True
+
+
+def test_prefixes_are_computed_once() -> None:
+    result = forwards.run(8, "cuda")
+    assert (result["prefix_forwards_per_group"], result["prefix_backwards_per_group"]) == (2.0, 1.0)
