@@ -51,8 +51,9 @@ def sample(logits_BV: Tensor, noise_BV: Tensor | None, params: SamplingParams, b
     allowed_BV = logits_BV if banned_V is None else logits_BV.masked_fill(banned_V, -torch.inf)
     if params.temperature == 0.0:
         ids_B = allowed_BV.argmax(-1)
-        raw_B = _pick(raw_BV, ids_B)
-        return Draw(ids_B, raw_B, raw_B, raw_B * 0.0)  # not zeros: what is not finite must stay visible
+        raw_B, logits_B = _pick(raw_BV, ids_B), _pick(allowed_BV, ids_B)
+        # Not plain zeros: what is not finite must stay visible, and with it a row that has no id to draw.
+        return Draw(ids_B, raw_B, raw_B, logits_B - logits_B)
     assert noise_BV is not None, "sampling at a temperature needs noise"
     tempered_BV = (logits_BV / params.temperature).log_softmax(-1)
     sampling_BV = filtered(allowed_BV / params.temperature, params).log_softmax(-1)

@@ -99,7 +99,8 @@ class Scheduler:
                 f"rollout.num_blocks = {blocks.num_blocks}: one response of max_new_tokens = {max_new_tokens} needs "
                 f"{self._max_blocks} blocks of {blocks.block_size} tokens; set rollout.num_blocks to {self._max_blocks} or more"
             )
-        self._max_batch_samples = max_batch_samples
+        # A pause lets samples in beside those that run; all of them must fit into a later step.
+        self._max_batch_samples = min(max_batch_samples, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
         self._max_new_tokens = max_new_tokens
         self._pool = blocks
@@ -150,7 +151,8 @@ class Scheduler:
         A sample that has reached max_new_tokens must be among the finished.
         """
         assert self._step is not None, "no step was scheduled"
-        assert set(finished) <= set(self._step.decode), "only a decoded sample can finish"
+        finished = set(finished)
+        assert finished <= set(self._step.decode), "only a decoded sample can finish"
         for key in self._step.decode:
             progress = self._unfinished[key]
             progress.num_generated += 1

@@ -17,6 +17,7 @@ Legend: T query tokens, S key tokens, N query heads, K key/value heads (N a mult
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -57,17 +58,13 @@ def flash_forward(
         o [T, N, D] in q's dtype; lse [N, T] float32.
     """
     if q_TND.device.type == "cpu":
-        parts = [_cpu_forward(q, k, v, causal) for q, k, v in _split(segments, q_TND, k_SKD, v_SKD)]
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
-    if q_TND.dtype == torch.float32:
+        runs = _runs(segments, q_TND, k_SKD, v_SKD)
+        parts = [_cpu_forward(q, k, v, causal, count) for count, (q, k, v) in runs]
+    elif q_TND.dtype == torch.float32:
         parts = [plain_forward(q, k, v, causal=causal) for q, k, v in _split(segments, q_TND, k_SKD, v_SKD)]
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
-    q_segments, k_segments = _cuda_segments(q_TND, k_SKD, segments)
-    o_TND, lse_NT, *_ = _aten._flash_attention_forward(
-        q_TND, k_SKD, v_SKD, q_segments.offsets, k_segments.offsets, q_segments.longest, k_segments.longest,
-        0.0, causal, False,
-    )  # fmt: skip
-    return o_TND, lse_NT
+    else:
+        return _cuda_forward(q_TND, k_SKD, v_SKD, causal, segments)
+    return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=1)
 
 
 def flash_backward(
@@ -75,19 +72,18 @@ def flash_backward(
     *, causal: bool, segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, given the (possibly merged) output and log-sum-exp. Shapes and dtypes as q, k, v."""
-    if q_TND.device.type == "cpu" or q_TND.dtype == torch.float32:
-        backward = _cpu_backward if q_TND.device.type == "cpu" else plain_backward
-        pieces = _split(segments, grad_TND, q_TND, k_SKD, v_SKD, o_TND, lse_NT.transpose(0, 1))
-        parts = [backward(g, q, k, v, o, lse_TN.transpose(0, 1), causal) for g, q, k, v, o, lse_TN in pieces]
-        grads_q, grads_k, grads_v = zip(*parts, strict=True)
-        return torch.cat(grads_q), torch.cat(grads_k), torch.cat(grads_v)
-    q_segments, k_segments = _cuda_segments(q_TND, k_SKD, segments)
-    state = torch.zeros(2, dtype=torch.uint64, device=q_TND.device)  # dropout's generator state: unused at 0.0
-    grads = _aten._flash_attention_backward(
-        grad_TND.contiguous(), q_TND, k_SKD, v_SKD, o_TND, lse_NT.contiguous(), q_segments.offsets,
-        k_segments.offsets, q_segments.longest, k_segments.longest, 0.0, causal, state, state,
-    )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+    rows = (grad_TND, q_TND, k_SKD, v_SKD, o_TND, lse_NT.transpose(0, 1))
+    if q_TND.device.type == "cpu":
+        parts = [
+            _cpu_backward(g, q, k, v, o, lse_TN, causal, count)
+            for count, (g, q, k, v, o, lse_TN) in _runs(segments, *rows)
+        ]
+    elif q_TND.dtype == torch.float32:
+        parts = [plain_backward(g, q, k, v, o, lse_TN.t(), causal) for g, q, k, v, o, lse_TN in _split(segments, *rows)]
+    else:
+        return _cuda_backward(grad_TND, q_TND, k_SKD, v_SKD, o_TND, lse_NT, causal, segments)
+    grads_q, grads_k, grads_v = zip(*parts, strict=True)
+    return torch.cat(grads_q), torch.cat(grads_k), torch.cat(grads_v)
 
 
 def merge(o_a_TND: Tensor, lse_a_NT: Tensor, o_b_TND: Tensor, lse_b_NT: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,28 +131,71 @@ def _scores(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, causal: bool) -> tuple[
     return scores_NTS, k_NSD, v_NSD
 
 
-def _cpu_forward(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(_heads(q_TND), _heads(k_SKD), _heads(v_SKD), 0.0, causal)
-    return o[0].transpose(0, 1), lse[0]
+def _cpu_forward(q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, causal: bool, count: int) -> tuple[Tensor, Tensor]:
+    q, k, v = (_heads(x, count) for x in (q_TND, k_SKD, v_SKD))
+    o_BNTD, lse_BNT = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return o_BNTD.transpose(1, 2).flatten(0, 1), lse_BNT.transpose(0, 1).flatten(1)
 
 
 def _cpu_backward(
-    grad_TND: Tensor, q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_TND: Tensor, lse_NT: Tensor, causal: bool
+    grad_TND: Tensor,
+    q_TND: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    o_TND: Tensor,
+    lse_TN: Tensor,
+    causal: bool,
+    count: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _heads(grad_TND), _heads(q_TND), _heads(k_SKD), _heads(v_SKD), _heads(o_TND), lse_NT[None], 0.0, causal
-    )
-    return grads[0][0].transpose(0, 1), grads[1][0].transpose(0, 1), grads[2][0].transpose(0, 1)
+    grad, q, k, v, o = (_heads(x, count) for x in (grad_TND, q_TND, k_SKD, v_SKD, o_TND))
+    lse_BNT = lse_TN.reshape(count, -1, lse_TN.shape[1]).transpose(1, 2)
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, o, lse_BNT, 0.0, causal)
+    grad_q, grad_k, grad_v = (x.transpose(1, 2).flatten(0, 1) for x in grads)
+    return grad_q, grad_k, grad_v
 
 
-def _heads(x_TND: Tensor) -> Tensor:
-    return x_TND.transpose(0, 1).unsqueeze(0)
+def _heads(x_TND: Tensor, count: int) -> Tensor:
+    """[B, N, T / B, D] of `count` equally long sequences."""
+    return x_TND.view(count, -1, *x_TND.shape[1:]).transpose(1, 2)
+
+
+def _runs(segments: Segments | None, *tensors: Tensor) -> list[tuple[int, tuple[Tensor, ...]]]:
+    """Neighbours of equal length together, as (how many, their rows): the CPU's operators take batches."""
+    if segments is None:
+        return [(1, tensors)]
+    runs = [(length, len(list(same))) for length, same in groupby(segments.lengths)]
+    pieces = zip(*(tensor.split([length * count for length, count in runs]) for tensor in tensors), strict=True)
+    return [(count, piece) for (_, count), piece in zip(runs, pieces, strict=True)]
 
 
 def _split(segments: Segments | None, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     if segments is None:
         return [tensors]
     return list(zip(*(tensor.split(segments.lengths) for tensor in tensors), strict=True))
+
+
+def _cuda_forward(
+    q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, causal: bool, segments: Segments | None
+) -> tuple[Tensor, Tensor]:
+    q_segments, k_segments = _cuda_segments(q_TND, k_SKD, segments)
+    o_TND, lse_NT, *_ = _aten._flash_attention_forward(
+        q_TND, k_SKD, v_SKD, q_segments.offsets, k_segments.offsets, q_segments.longest, k_segments.longest,
+        0.0, causal, False,
+    )  # fmt: skip
+    return o_TND, lse_NT
+
+
+def _cuda_backward(
+    grad_TND: Tensor, q_TND: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_TND: Tensor, lse_NT: Tensor, causal: bool,
+    segments: Segments | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q_segments, k_segments = _cuda_segments(q_TND, k_SKD, segments)
+    state = torch.zeros(2, dtype=torch.uint64, device=q_TND.device)  # dropout's generator state: unused at 0.0
+    grads = _aten._flash_attention_backward(
+        grad_TND.contiguous(), q_TND, k_SKD, v_SKD, o_TND, lse_NT.contiguous(), q_segments.offsets,
+        k_segments.offsets, q_segments.longest, k_segments.longest, 0.0, causal, state, state,
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]
 
 
 def _cuda_segments(q_TND: Tensor, k_SKD: Tensor, segments: Segments | None) -> tuple[Segments, Segments]:

@@ -1,0 +1,143 @@
+"""Whole runs of a tiny model: what is left behind, resuming, stopping, and bad input that costs nothing."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from rollplex import loop
+from rollplex.bench.resume import compare_runs, write_recipe
+from rollplex.config import Config, load_config
+from rollplex.errors import CheckpointError, ConfigError, DataError, RollplexError
+from rollplex.models.load import load_model, named_hf_tensors
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path, steps=2)
+
+
+def configured(recipe: Path, directory: str, *overrides: str) -> Config:
+    return load_config(recipe, [f'run.directory="{recipe.parent / directory}"', *overrides])
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_leaves_recipe_metrics_samples_events_and_a_checkpoint(recipe: Path) -> None:
+    held_out = f'data.eval="{recipe.parent / "train.jsonl"}"'
+    config = configured(recipe, "run", "run.tensorboard=true", held_out, "eval.max_prompts=7", "eval.every_steps=1")
+    summary = loop.train(config)
+    run = summary.directory
+    assert (summary.step, summary.complete) == (2, True)
+    assert load_config(run / "config.toml") == config
+    metrics = rows(run / "metrics.jsonl")
+    assert [(row["step"], row["kind"]) for row in metrics] == [
+        (0, "eval"),
+        (1, "train"),
+        (1, "eval"),
+        (2, "train"),
+        (2, "eval"),
+    ]
+    trained = [row for row in metrics if row["kind"] == "train"]
+    wanted = {"reward/mean", "reward/std", "kl", "entropy", "clip_fraction", "grad_norm", "logprob_difference/max", "time/step",
+              "logprob_difference/mean", "groups_without_signal", "memory/peak_bytes", "tokens.prefix", "tokens.suffix",
+              "tokens.generated", "phase/rollout.decode", "phase/policy.prefix_backward", "learning_rate"}  # fmt: skip
+    assert all(wanted <= row.keys() for row in trained)
+    assert all(row["logprob_difference/max"] <= 1e-4 for row in trained)
+    assert all(row["eval/prompts"] == 7 for row in metrics if row["kind"] == "eval")
+    samples = rows(run / "samples.jsonl")
+    assert len([row for row in samples if row["kind"] == "train"]) == 2 * 5 * 4
+    assert {"prompt", "completion", "reward", "logprob_mean", "finish_reason"} <= samples[0].keys()
+    assert list((run / "tensorboard").iterdir())
+
+
+def test_a_checkpoint_loads_into_transformers_with_the_trained_weights(recipe: Path) -> None:
+    run = loop.train(configured(recipe, "run")).directory
+    saved = sorted((run / "checkpoints").iterdir())[-1] / "model"
+    peer = Qwen2_5_VLForConditionalGeneration.from_pretrained(saved).state_dict()
+    family = load_model(str(saved), torch.float32, "cpu")
+    for name, tensor in named_hf_tensors(family):
+        assert torch.equal(peer[family.family.module_name(name)], tensor), name  # type: ignore[attr-defined]
+    before = dict(named_hf_tensors(load_model(str(recipe.parent / "model"), torch.float32, "cpu")))
+    changed = [name for name, tensor in named_hf_tensors(family) if not torch.equal(tensor, before[name])]
+    assert any(name.startswith("visual.") for name in changed)
+    assert "model.layers.0.self_attn.q_proj.weight" in changed
+
+
+@pytest.mark.parametrize("runner", ["serial", "overlapped"])
+def test_resumed_equals_undisturbed_and_serial_equals_overlapped(recipe: Path, runner: str) -> None:
+    whole = loop.train(configured(recipe, "whole", "train.schedule=constant", "run.runner=serial")).directory
+    options = ("train.schedule=constant", f"run.runner={runner}")
+    loop.train(configured(recipe, "parts", "train.steps=1", *options))
+    parts = loop.train(configured(recipe, "parts", *options)).directory
+    assert list(compare_runs(whole, parts)) == []
+
+
+def test_several_updates_per_batch(recipe: Path) -> None:
+    run = loop.train(configured(recipe, "run", "algo.epochs=2", "algo.num_minibatches=2", "train.steps=1")).directory
+    row = rows(run / "metrics.jsonl")[-1]
+    assert row["policy_version"] == 4
+    assert row["ratio/max"] > 1.0 > row["ratio/min"]
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "words"),
+    [
+        ("model.path=nowhere/at/all", RollplexError, ["nowhere/at/all"]),
+        ("reward.functions=['no_such_reward']", ConfigError, ["no_such_reward"]),
+        ("data.answer_column=missing", DataError, ["train.jsonl", "missing"]),
+        ("data.max_prompt_tokens=3", DataError, ["train.jsonl", "3"]),
+        ("train.prompts_per_step=1000", ConfigError, ["train.prompts_per_step", "1000"]),
+        ("rollout.num_blocks=0", ConfigError, ["rollout.num_blocks"]),
+    ],
+)
+def test_bad_input_is_refused_by_name_before_weights_are_loaded(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, override: str, error: type[Exception], words: list[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(loop, "build_workers", refuse)
+    with pytest.raises(error) as caught:
+        loop.train(configured(recipe, "run", override))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_reference_of_another_vocabulary_is_refused(recipe: Path) -> None:
+    values = tomllib.loads(recipe.read_text())
+    with pytest.raises(CheckpointError):
+        loop.train(configured(recipe, "run", f'model.reference="{Path(values["model"]["path"]).parent}"'))
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on_from_there(recipe: Path) -> None:
+    directory = recipe.parent / "run"
+    command = [sys.executable, "-m", "rollplex.cli", "train", str(recipe), f'run.directory="{directory}"', "train.steps=500",
+               "run.checkpoint_every_steps=0"]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (directory / "metrics.jsonl").exists() or not rows_so_far(directory):
+            assert time.monotonic() < deadline, "no step in 60 s"
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    done = max(row["step"] for row in rows(directory / "metrics.jsonl"))
+    assert (directory / "checkpoints" / f"step-{done:06d}" / "model" / "config.json").exists()
+    assert "goes on from there" in output
+    resumed = loop.train(load_config(recipe, [f'run.directory="{directory}"', f"train.steps={done + 1}"]))
+    assert resumed.step == done + 1
+
+
+def rows_so_far(directory: Path) -> int:
+    return (directory / "metrics.jsonl").read_text().count("\n")
