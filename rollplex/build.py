@@ -34,6 +34,9 @@ from rollplex.train.checkpoint import MODEL, TrainingState, restore_training
 from rollplex.train.policy import Policy, Scorer
 from rollplex.types import Prompt
 
+EVALUATION_NOISE = 2**31
+"""Added to the step number that keys the noise, so that evaluation draws none of training's."""
+
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
@@ -51,7 +54,7 @@ class Runtime:
     def evaluate(self, prompts: Sequence[Prompt], number: int, trace: Trace) -> Step:
         """One response to each prompt, and its rewards."""
         params = SamplingParams(self.config.eval.temperature, 1.0, 0, 0.0)
-        return self._run((rollout_stage, release_stage), prompts, number, trace, 1, params)
+        return self._run((rollout_stage, release_stage), prompts, EVALUATION_NOISE + number, trace, 1, params)
 
     def _run(
         self, stages: Sequence[Stage], prompts: Sequence[Prompt], number: int, trace: Trace, group_size: int,

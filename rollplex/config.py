@@ -17,6 +17,10 @@ Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+LEAST_TEMPERATURE = 0.01
+"""Below it, logits divided by the temperature lose their differences or overflow."""
+
+
 class Section(BaseModel):
     # The docstrings under the fields become their descriptions: scripts/recipe_docs.py makes docs/recipes.md of them.
     model_config = ConfigDict(
@@ -264,6 +268,12 @@ class Config(Section):
 
         if self.rollout.temperature == 0.0:
             refuse("rollout.temperature", 0.0, "greedy samples of a group are all equal", "use a value above 0")
+        for field, value in (
+            ("rollout.temperature", self.rollout.temperature),
+            ("eval.temperature", self.eval.temperature),
+        ):
+            if 0.0 < value < LEAST_TEMPERATURE:
+                refuse(field, value, "so low that logits overflow", f"use {LEAST_TEMPERATURE} or more, or 0 for greedy")
         if self.algo.num_minibatches > self.train.prompts_per_step:
             refuse("algo.num_minibatches", self.algo.num_minibatches, "more parts than prompts in a step",
                    f"use at most train.prompts_per_step = {self.train.prompts_per_step}")  # fmt: skip

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -47,13 +48,14 @@ def train(config: Config) -> Summary:
         device = select_device(config.run.device)
         directory = stack.enter_context(RunDirectory.open(config.run.directory, config, config.run.resume))
         checkpoint = directory.newest_checkpoint()
-        display = stack.enter_context(LiveDisplay(config.train.steps, checkpoint.step if checkpoint else 0))
+        start = checkpoint.step if checkpoint else 0
+        display = stack.enter_context(LiveDisplay(config.train.steps, start))
         display.message(f"device: {describe(device)}")
         processor = load_processor(ProcessorSpec.from_config(config))
         rewards = stack.enter_context(RewardWorkers(config.reward))
         rewards.check()
         pool = stack.enter_context(WorkerPool(config.data.num_workers))
-        data = _read_data(config, pool, directory, display)
+        data = _read_data(config, pool, directory, display, start)
         display.phase("loading weights")
         workers, state = build_workers(config, processor, rewards, device, checkpoint.path if checkpoint else None)
         directory.rewind(state.step)
@@ -62,19 +64,12 @@ def train(config: Config) -> Summary:
 
 @dataclass(frozen=True, eq=False)
 class _Data:
-    """Both data sets, checked, and the workers that make prompts of their rows."""
+    """Training batches from the present step on, and the evaluation's data set; both checked."""
 
     config: Config
     pool: WorkerPool
-    train: Dataset
+    batches: PromptLoader
     eval: Dataset | None
-
-    def batches(self, start: int) -> PromptLoader:
-        """Training batches from step `start` on."""
-        train, data, seed = self.config.train, self.config.data, self.config.run.seed
-        return PromptLoader(
-            self.train, train.prompts_per_step, seed, data.shuffle, self.pool, data.prefetch_steps, start
-        )
 
     def held_out(self) -> Iterable[tuple[Prompt, ...]]:
         """Evaluation batches; none without data.eval."""
@@ -87,16 +82,25 @@ class _Data:
         return 0 if self.eval is None else min(len(self.eval), self.config.eval.max_prompts or len(self.eval))
 
 
-def _read_data(config: Config, pool: WorkerPool, directory: RunDirectory, display: LiveDisplay) -> _Data:
+def _read_data(config: Config, pool: WorkerPool, directory: RunDirectory, display: LiveDisplay, start: int) -> _Data:
     datasets: dict[str, Dataset] = {}
     for split in ("train", "eval") if config.data.eval else ("train",):
         name = f"checking {split} data"
-        dataset = load_dataset(config, pool, split, lambda done, total, name=name: display.progress(name, done, total))
+        dataset = load_dataset(config, pool, split, partial(display.progress, name))
         if dataset.bad_rows:
             display.warn(f"{split} data: {len(dataset.bad_rows)} bad rows left out, listed in bad_rows.jsonl")
             directory.log_bad_rows(split, [(row.source, row.reason) for row in dataset.bad_rows])
         datasets[split] = dataset
-    return _Data(config, pool, datasets["train"], datasets.get("eval"))
+    batches = PromptLoader(
+        datasets["train"],
+        config.train.prompts_per_step,
+        config.run.seed,
+        config.data.shuffle,
+        pool,
+        config.data.prefetch_steps,
+        start,
+    )
+    return _Data(config, pool, batches, datasets.get("eval"))
 
 
 class _Run:
@@ -111,12 +115,12 @@ class _Run:
 
     def execute(self) -> Summary:
         """Train until the recipe's last step, or until the user asks to stop."""
-        steps, batches = self._config.train.steps, self._data.batches(self._state.step)
+        steps = self._config.train.steps
         with _interruption() as interrupted:
             if self._state.step == 0:
                 self._evaluate()
             while self._state.step < steps and not interrupted:
-                self._train(next(batches))
+                self._train(next(self._data.batches))
                 last = self._state.step == steps
                 if last or _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()

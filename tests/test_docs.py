@@ -18,6 +18,8 @@ import PIL.Image
 import pytest
 import typer.main
 
+from rollplex.algo import builtin_rewards
+from rollplex.algo.reward import call_reward
 from rollplex.cli import app
 from rollplex.config import Config, load_config, parse_config
 from rollplex.data.prompts import PromptSpec, parse
@@ -272,6 +274,23 @@ def test_rows_of_other_trainers_need_the_lines_that_the_page_says(tmp_path: Path
         parsed = parse(PromptSpec.from_config(config), stored)
         assert parsed.images == (str(tmp_path / "triangle.png"),)
         assert parsed.columns["answer"] == "3"
+
+
+def test_reward_functions_of_the_page_work(tmp_path: Path) -> None:
+    text = read(ROOT / "docs/rewards.md")
+    (tmp_path / "my_rewards.py").write_text("\n".join(blocks(text, "python")), encoding="utf-8")
+
+    def scores(function: str, **kwargs: Any) -> list[float | None]:
+        name, columns = f"{tmp_path}/my_rewards.py:{function}", {"answer": "3", "index": 0}
+        return call_reward(name, kwargs, "Find x.", ["3 ", "four"], [[1], [2]], columns)
+
+    assert scores("correct") == [1.0, 0.0]
+    assert scores("short", limit=3) == [1.0, 0.0]
+
+
+def test_reward_page_lists_the_built_ins() -> None:
+    table = read(ROOT / "docs/rewards.md").partition("| Name | 1 where |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(builtin_rewards.__all__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -44,7 +44,7 @@ def pack_keys(
     samples: Sequence[int],
     positions: Sequence[int],
 ) -> Tensor:
-    """Pack what identifies each row's token into int64 [B, 5] on the CPU: seed, step, position, uid low, uid high | sample.
+    """Pack what identifies each row's token: int64 [B, 5] on the CPU, seed, step, position, uid low, uid high | sample.
 
     The position is a column of its own (index 2): a later token of the same rows needs only that column changed.
     """
@@ -81,7 +81,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     word_0, word_1, word_2, word_3 = counter
     key_0, key_1 = key
     for _ in range(NUM_ROUNDS):
-        # The product may wrap into the sign bit; its 64 bits are right all the same, and the mask drops the sign's copies.
+        # A product may wrap into the sign bit; its 64 bits are right all the same; the mask drops the sign's copies.
         product_0, product_1 = word_0 * MULTIPLIER_0, word_2 * MULTIPLIER_1
         word_0 = (product_1 >> 32).bitwise_and_(MASK) ^ word_1 ^ key_0
         word_2 = (product_0 >> 32).bitwise_and_(MASK) ^ word_3 ^ key_1

@@ -6,9 +6,12 @@ Three log-probs of the drawn token are kept apart, because three parties want di
     tempered  log softmax(logits / temperature)      what training differentiates
     sampling  after banned ids and filters           what the token was really drawn from
 
-argmax(log p + Gumbel noise) is a draw from p (Maddison et al., A* sampling, 2014). Filters apply in Hugging Face's order:
-top-k, top-p, min-p, each on what the one before has left. Nothing here waits for the device; logits that are not finite
-give log-probs that are not finite, for the caller to notice. It knows no sample, no batch and no source of noise.
+At temperature 0 the draw is the likeliest allowed id: tempered is raw, and sampling is 0.
+
+argmax(log p + Gumbel noise) is a draw from p (Maddison et al., A* sampling, 2014). Filters apply in Hugging Face's
+order: top-k, top-p, min-p, each on what the one before has left. Nothing here waits for the device; logits that are
+not finite give log-probs that are not finite, for the caller to notice. It knows no sample, no batch and no source of
+noise.
 
 Shapes: B rows, V vocabulary.
 """

@@ -5,9 +5,9 @@
        +---- preempt -----+      no block left: the youngest running sample gives its blocks back, keeps its tokens,
                                  and has its suffix K/V recomputed when it is admitted again
 
-A sample with n generated tokens has K/V for n suffix tokens; its next decode step writes K/V at suffix position n, so it
-needs blocks for n + 1. This file knows no time, no model and no tensor: two runs whose samples end at the same lengths
-get the same steps.
+A sample with n generated tokens has K/V for n suffix tokens; its next decode step writes K/V at suffix position n, so
+it needs blocks for n + 1. This file knows no time, no model and no tensor: two runs whose samples end at the same
+lengths get the same steps.
 """
 
 from collections import deque
@@ -76,8 +76,8 @@ class Scheduler:
     """Decides the steps of one rollout: `schedule`, run the step, `commit`, until `done`.
 
     max_batch_samples: samples decoded together, at most.
-    max_batch_tokens: decoded samples plus recomputed tokens of a step, at most. Only one longer recomputation may exceed
-        it, and then that sample decodes alone.
+    max_batch_tokens: decoded samples plus recomputed tokens of a step, at most. Only one longer recomputation may
+        exceed it, and then that sample decodes alone.
 
     Raises:
         CapacityError: one response of max_new_tokens does not fit into the whole pool.
@@ -97,7 +97,8 @@ class Scheduler:
         if self._max_blocks > blocks.num_blocks:
             raise CapacityError(
                 f"rollout.num_blocks = {blocks.num_blocks}: one response of max_new_tokens = {max_new_tokens} needs "
-                f"{self._max_blocks} blocks of {blocks.block_size} tokens; set rollout.num_blocks to {self._max_blocks} or more"
+                f"{self._max_blocks} blocks of {blocks.block_size} tokens; set rollout.num_blocks to "
+                f"{self._max_blocks} or more"
             )
         # A pause lets samples in beside those that run; all of them must fit into a later step.
         self._max_batch_samples = min(max_batch_samples, max_batch_tokens)
@@ -138,8 +139,7 @@ class Scheduler:
         assert self._step is None, "the last step was not committed"
         assert not self.done, "every sample has finished"
         preempted = self._make_room()
-        # A preempted sample would take back the blocks that it has just given up.
-        admitted, pause = ([], False) if preempted else self._admit()
+        admitted, pause = self._admit()
         decoding = [admission.key for admission in admitted] if pause else [progress.key for progress in self._running]
         assert decoding, "nobody can run"
         self._step = Step(tuple(sorted(decoding)), preempted, tuple(admitted))
@@ -165,7 +165,10 @@ class Scheduler:
         self._step = None
 
     def _make_room(self) -> tuple[SampleKey, ...]:
-        """Give every running sample, oldest first, the block of its next token; preempt the youngest while there is none."""
+        """Give every running sample, oldest first, the block of its next token, from the youngest if there is no other.
+
+        What a preempted sample has given up is then used, at least in part: it cannot come back in the same step.
+        """
         preempted: list[SampleKey] = []
         index = 0
         while index < len(self._running):
@@ -210,10 +213,11 @@ class Scheduler:
     def _has_blocks_for(self, head: _Progress) -> bool:
         """Whether `head` can be admitted now.
 
-        A sample with tokens to recompute also waits until every running sample that can still grow could have one more
-        block: otherwise it would be preempted again at once, and its recomputation lost.
+        A sample with tokens to recompute also waits until it has room for one token more, and every running sample that
+        can still grow for one more block: otherwise it could be preempted again at once, and its recomputation lost.
         """
-        reserve = 0
+        length, reserve = head.num_generated + 1, 0
         if head.num_generated:
+            length = min(length + 1, self._max_new_tokens)
             reserve = sum(progress.table.num_blocks < self._max_blocks for progress in self._running)
-        return head.table.missing(head.num_generated + 1) + reserve <= self._pool.num_free
+        return head.table.missing(length) + reserve <= self._pool.num_free
