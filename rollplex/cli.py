@@ -1,4 +1,4 @@
-"""The command line: train a recipe, or run a bench. Errors raised on purpose end as one message, without a traceback."""
+"""The command line: train a recipe, or run a bench. Errors raised on purpose end as one message, not a traceback."""
 
 import sys
 from typing import Annotated

@@ -45,7 +45,7 @@ class DataConfig(Section):
     """Where prompts come from, and what its columns mean. A column name may be dotted: `reward_model.ground_truth`."""
 
     train: str
-    """A .jsonl or .parquet file, a glob of them, or `module:function` / `file.py:function` returning a sequence of rows."""
+    """A .jsonl or .parquet file, a glob of them, or `module:function` / `file.py:function` returning rows."""
     eval: str | None = None
     """Held-out prompts, as `train`; without it nothing is evaluated."""
     prompt_column: str = "prompt"
@@ -81,9 +81,9 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled, and how much is decoded together."""
 
-    group_size: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Responses per prompt, G."""
-    max_new_tokens: Positive = 512
+    max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
     """Longest response, tokens, its stop token included."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
     """0 is greedy; training needs more than 0."""
@@ -144,7 +144,7 @@ class RewardFunction(Section):
     """One reward function and its weight."""
 
     function: str
-    """Built-in `exact_match`, `number_match`, `multiple_choice` or `format`; `module:function` or `file.py:function`."""
+    """`exact_match`, `number_match`, `multiple_choice` or `format`; or `module:function`, `file.py:function`."""
     weight: float = 1.0
     """The reward is the sum of weight * score over the functions."""
     kwargs: dict[str, Any] = {}

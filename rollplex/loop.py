@@ -139,8 +139,8 @@ class _Run:
         )
         if skipped:
             self._display.warn(
-                f"step {number + 1}: {skipped} of {len(step.updates)} updates skipped: the gradient was not finite, or every "
-                f"response was masked ({self._state.skipped_updates} in this run)"
+                f"step {number + 1}: {skipped} of {len(step.updates)} updates skipped: the gradient was not finite, "
+                f"or every response was masked ({self._state.skipped_updates} in this run)"
             )
         metrics["updates/skipped_total"] = float(self._state.skipped_updates)
         for failure in [text for group in step.groups for score in group.scores.values() for text in score.failures][

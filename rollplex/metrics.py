@@ -106,7 +106,7 @@ def _update_metrics(step: Step) -> dict[str, float]:
 
 
 def logprob_differences(groups: Sequence[Group]) -> Tensor:
-    """Absolute differences, token by token, of the trainer's log-probs (with the weights that sampled) and the sampler's."""
+    """Absolute differences, by token, of the trainer's log-probs (under the weights that sampled) and the sampler's."""
     differences = []
     for group in groups:
         trainer_T = group.trained_T if group.old_T is None else group.old_T

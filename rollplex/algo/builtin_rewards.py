@@ -58,7 +58,7 @@ def multiple_choice(completions: Sequence[Any], answer: Sequence[Any], **_: Any)
 
 
 def format(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1.0 where a completion is one <think> ... </think> and then one <answer> ... </answer>, with nothing around them."""
+    """1.0 where a completion is one <think> ... </think>, then one <answer> ... </answer>, and nothing around them."""
     return [float(_is_formatted(_text(completion))) for completion in completions]
 
 

@@ -3,10 +3,10 @@
     submit(prompt, samples) -> one call per function -> weighted sum -> one Score per sample
 
 A function is `(prompts, completions, **columns) -> list[float]`, plain or async; columns are the row's, one entry per
-sample, and `completion_ids` as in TRL. Chat prompts are lists of messages, and then a completion is one assistant message.
-`None` for a sample means that the function does not apply to it. Whatever else goes wrong - an exception, a time-out, a dead
-worker, a wrong length or type, a value that is not finite - names the function and the sample, and stops the run or counts
-as zero. This file knows no tensor and no loss.
+sample, and `completion_ids` as in TRL. Chat prompts are lists of messages, and then a completion is one assistant
+message. `None` for a sample means that the function does not apply to it. Whatever else goes wrong - an exception, a
+time-out, a dead worker, a wrong length or type, a value that is not finite - names the function and the sample, and
+stops the run or counts as zero. This file knows no tensor and no loss.
 """
 
 import asyncio

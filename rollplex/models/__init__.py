@@ -1,1 +1,1 @@
-"""Models: one text decoder with attention as an argument, and what surrounds it. Knows nothing of phases, rewards or losses."""
+"""One text decoder with attention as an argument, and what surrounds it. Knows no phase, reward or loss."""

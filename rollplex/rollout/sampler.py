@@ -16,9 +16,11 @@ noise.
 Shapes: B rows, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -71,7 +73,7 @@ def filtered(logits_BV: Tensor, params: SamplingParams) -> Tensor:
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -torch.inf)
     if params.top_p < 1.0:
         sorted_BV, order_BV = logits_BV.sort(dim=-1, stable=True)
-        mass_below_BV = sorted_BV.softmax(-1).cumsum(-1)
+        mass_below_BV = _cumulative(sorted_BV.softmax(-1))
         remove_BV = mass_below_BV <= 1.0 - params.top_p
         remove_BV[:, -1] = False
         logits_BV = logits_BV.masked_fill(remove_BV.scatter(1, order_BV, remove_BV), -torch.inf)
@@ -80,6 +82,19 @@ def filtered(logits_BV: Tensor, params: SamplingParams) -> Tensor:
         least_B1 = params.min_p * probabilities_BV.amax(-1, keepdim=True)
         logits_BV = logits_BV.masked_fill(probabilities_BV < least_B1, -torch.inf)
     return logits_BV
+
+
+def _cumulative(values_BV: Tensor) -> Tensor:
+    """Running sums of each row. CUDA's cumsum adds in any order: there, by products with triangular ones."""
+    if values_BV.device.type == "cpu":
+        return values_BV.cumsum(-1)
+    num_rows, size = values_BV.shape
+    width = math.isqrt(size - 1) + 1
+    padded_BCW = F.pad(values_BV, (0, width * width - size)).view(num_rows, width, width)
+    ones_WW = torch.ones(width, width, device=values_BV.device).triu()
+    within_BCW = padded_BCW @ ones_WW
+    before_BC = within_BCW[:, :, -1] @ ones_WW.triu(1)
+    return (within_BCW + before_BC.unsqueeze(-1)).view(num_rows, -1)[:, :size]
 
 
 def _pick(values_BV: Tensor, ids_B: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ import torch
 
 from rollplex.bench import exactness, forwards, parity
 from rollplex.models.kernels.flash import Segments, flash_backward, flash_forward, merge, plain_backward, plain_forward
+from rollplex.rollout.noise import gumbel, pack_keys
+from rollplex.rollout.sampler import SamplingParams, sample
 
 pytestmark = pytest.mark.gpu
 KERNEL_ERROR = 0.01
@@ -74,6 +76,19 @@ def test_parity_with_transformers() -> None:
     result = parity.run(32, "cuda", "float32")
     assert result["logit_error"] <= 1e-4  # type: ignore[operator]
     assert result["tokens_equal"] is True
+
+
+@pytest.mark.parametrize("vocab_size", [304, 151_936])
+def test_sampling_is_that_of_the_cpu(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_BV = torch.randn(8, vocab_size, generator=generator) * 3
+    noise_BV = gumbel(pack_keys(1, 2, range(8), range(8), range(8)), vocab_size)
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=500, min_p=0.001)
+    cpu, gpu = (sample(logits_BV.to(device), noise_BV.to(device), params) for device in ("cpu", "cuda"))
+    assert torch.equal(cpu.ids_B, gpu.ids_B.cpu())
+    torch.testing.assert_close(cpu.sampling_logprobs_B, gpu.sampling_logprobs_B.cpu(), rtol=1e-4, atol=1e-4)
+    on_gpu = gumbel(pack_keys(1, 2, range(8), range(8), range(8)).cuda(), vocab_size)
+    torch.testing.assert_close(on_gpu.cpu(), noise_BV, rtol=1e-5, atol=1e-5)
 
 
 def test_prefixes_are_computed_once() -> None:
