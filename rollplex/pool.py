@@ -43,7 +43,7 @@ _THREAD_VARIABLES = (
 _start_lock = threading.Lock()
 
 
-class WorkerTimeout(WorkerError):
+class WorkerTimeoutError(WorkerError):
     """A task exceeded its time limit; its worker was stopped and replaced."""
 
 
@@ -77,7 +77,7 @@ class WorkerPool:
     def submit(self, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> Future[T]:
         """Run `function(*args)` in a worker; `timeout_s` seconds are counted from when it begins to run.
 
-        The future raises WorkerTimeout after the time limit, WorkerError if the process died, called sys.exit, or
+        The future raises WorkerTimeoutError after the time limit, WorkerError if the process died, called sys.exit, or
         raised what cannot be sent back; otherwise the function's own exception, with its traceback as a note.
 
         Raises:
@@ -146,7 +146,7 @@ class WorkerPool:
             self._settle(future, value if succeeded else None, None if succeeded else value)
         elif isinstance(error, TimeoutError):
             text = f"{name} exceeded its time limit of {timeout_s:g} s; its worker was stopped and replaced"
-            self._settle(future, error=WorkerTimeout(text))
+            self._settle(future, error=WorkerTimeoutError(text))
         elif isinstance(error, ProcessExpired):
             text = f"the worker process running {name} died: {_exit_reason(error.exitcode)}"
             self._settle(future, error=WorkerError(text))

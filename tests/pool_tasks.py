@@ -44,26 +44,30 @@ def fail(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
         self.lock = sys.stdout
 
 
-class HalfPicklable(Exception):
+class HalfPicklableError(Exception):
     """Pickles, but cannot be built again from its args."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
 
 def fail_with(name: str) -> NoReturn:
-    raise {"Unpicklable": Unpicklable, "HalfPicklable": HalfPicklable, "Unprintable": Unprintable}[name]("one", "two")
+    raise {
+        "UnpicklableError": UnpicklableError,
+        "HalfPicklableError": HalfPicklableError,
+        "UnprintableError": UnprintableError,
+    }[name]("one", "two")
 
 
 def recurse() -> None:

@@ -1,5 +1,6 @@
 """Worker processes: every kind of misbehaviour stays inside its own task, and nothing outlives the parent."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollplex.errors import WorkerError
-from rollplex.pool import WorkerPool, WorkerTimeout
+from rollplex.pool import WorkerPool, WorkerTimeoutError
 from tests import pool_tasks
 
 PATIENCE_S = 60.0
@@ -57,7 +58,7 @@ def test_hung_worker_is_killed_and_replaced(pool: WorkerPool, task: Callable[[],
     before = pool.submit(pool_tasks.pid).result(PATIENCE_S)
     hung = pool.submit(task, timeout_s=0.3)
     queued = pool.submit(pool_tasks.pid)
-    with pytest.raises(WorkerTimeout, match=rf"{task.__name__} exceeded its time limit of 0.3 s"):
+    with pytest.raises(WorkerTimeoutError, match=rf"{task.__name__} exceeded its time limit of 0.3 s"):
         hung.result(PATIENCE_S)
     assert queued.result(PATIENCE_S) != before
     assert wait_until(lambda: not alive(before))
@@ -68,7 +69,7 @@ def test_other_tasks_go_on_beside_a_hung_one() -> None:
         hung = pool.submit(pool_tasks.sleep, 600.0, timeout_s=2.0)
         others = [pool.submit(pool_tasks.add, number, 0, timeout_s=30.0) for number in range(20)]
         assert [other.result(PATIENCE_S) for other in others] == list(range(20))
-        with pytest.raises(WorkerTimeout):
+        with pytest.raises(WorkerTimeoutError):
             hung.result(PATIENCE_S)
 
 
@@ -86,7 +87,7 @@ def test_death_of_a_worker_is_a_worker_error(
 ) -> None:
     with pytest.raises(WorkerError, match=f"{task.__name__} died: .*{message}") as caught:
         pool.submit(task, int(argument), timeout_s=PATIENCE_S).result(PATIENCE_S)
-    assert not isinstance(caught.value, WorkerTimeout)
+    assert not isinstance(caught.value, WorkerTimeoutError)
 
 
 def test_segmentation_fault(pool: WorkerPool) -> None:
@@ -96,7 +97,11 @@ def test_segmentation_fault(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("Unpicklable", "one and two"), ("HalfPicklable", "one and two"), ("Unprintable", "Unprintable")],
+    [
+        ("UnpicklableError", "one and two"),
+        ("HalfPicklableError", "one and two"),
+        ("UnprintableError", "UnprintableError"),
+    ],
 )
 def test_exceptions_that_cannot_travel_are_described(pool: WorkerPool, name: str, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
@@ -148,10 +153,9 @@ def test_idle_death_of_every_worker_is_repaired(pool: WorkerPool) -> None:
     for pause in (0.0, 0.3):
         os.kill(pool.submit(pool_tasks.pid).result(PATIENCE_S), signal.SIGKILL)
         time.sleep(pause)
-        try:
+        with contextlib.suppress(WorkerError):  # submitted in the moment before the death was noticed
             assert pool.submit(pool_tasks.add, 1, 1).result(PATIENCE_S) == 2
-        except WorkerError as error:  # submitted in the moment before the death was noticed
-            assert "died" in str(error)
+        assert pool.submit(pool_tasks.add, 1, 1).result(PATIENCE_S) == 2
 
 
 def test_initializer_runs_in_every_new_worker() -> None:

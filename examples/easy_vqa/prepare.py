@@ -4,9 +4,10 @@
         data/train.jsonl, data/test.jsonl    rows: prompt, images, answer, kind; images stay in the easy-vqa package
         base/                                config, weights, tokenizer, image processor, in Hugging Face format
 
-easy-VQA asks thirteen-answer questions about one coloured shape on a 64x64 image. Its training and test questions are about
-different images. Three quarters of its questions want yes or no, and most of those can be guessed from their words alone; so
-that the images count, only every third row here is such a question. Nothing in this file trains, and nothing knows Rollplex.
+easy-VQA asks thirteen-answer questions about one coloured shape on a 64x64 image. Its training and its test questions
+are about different images. Three quarters of its questions want yes or no, and most of those can be guessed from their
+words alone; so that the images count, only every third row here is such a question. This file trains nothing, and it does
+not know Rollplex.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+IMAGE_MARK = "<image>"
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -65,7 +67,7 @@ def read_rows(split: str) -> list[Row]:
     paths = easy_vqa.get_train_image_paths() if train else easy_vqa.get_test_image_paths()
     rows = [
         {
-            "prompt": f"<image>{question}",
+            "prompt": f"{IMAGE_MARK}{question}",
             "images": [str(Path(paths[image_id]).resolve())],
             "answer": answer,
             "kind": question_kind(question),
@@ -108,7 +110,7 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     split = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"[\w/]+|[^\w\s]"), "isolated")]
     )
-    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    words = {word for text in texts for word, _ in split.pre_tokenize_str(text.removeprefix(IMAGE_MARK))}
     entries = [*SPECIAL_TOKENS, UNKNOWN, *ROLES, *sorted(words)]
     tokenizer = Tokenizer(models.WordLevel({entry: index for index, entry in enumerate(entries)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = split
@@ -206,7 +208,8 @@ def main() -> None:
     train, test = read_rows("train"), read_rows("test")
     write_rows(arguments.output / "data" / "train.jsonl", train)
     write_rows(arguments.output / "data" / "test.jsonl", test)
-    write_checkpoint(arguments.output / "base", (row["prompt"][7:] + " " + row["answer"] for row in train), arguments.seed)
+    texts = (row[column] for row in train for column in ("prompt", "answer"))
+    write_checkpoint(arguments.output / "base", texts, arguments.seed)
     print(f"prepared {len(train)} training and {len(test)} test questions, and a model with random weights, "
           f"in {arguments.output}")  # fmt: skip
 

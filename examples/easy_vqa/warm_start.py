@@ -3,8 +3,9 @@
     python examples/easy_vqa/warm_start.py runs/easy_vqa
         base/, data/train.jsonl  ->  warm/       a checkpoint for `model.path`, and GRPO's frozen reference
 
-Every batch is new, so the share of right answers on it, before it is learned from, says how good the model is on questions
-it has not seen; training ends when that share, over the last batches, reaches the target. Nothing here knows Rollplex.
+Every batch is new, so the share of right answers on it, before it is learned from, says how good the model is on
+questions that it has not seen; training ends when that share, over the last batches, reaches the target. This file does
+not know Rollplex.
 """
 
 import argparse
@@ -113,7 +114,7 @@ def train(
     report(step, share, loss) is called after every step.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / LEARNING_RATE_WARMUP_STEPS))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=LEARNING_RATE_WARMUP_STEPS)
     window = deque[float](maxlen=WINDOW)
     for step, rows in enumerate(itertools.islice(batches, max_steps), start=1):
         loss, right = learn(model, encoder.image_id, encoder.batch(rows))
@@ -142,7 +143,8 @@ def progress_reporter(target: float) -> Callable[[int, float, float], None]:
     start = time.perf_counter()
 
     def report(step: int, share: float, loss: float) -> None:
-        line = f"warm start: step {step}, {share:.0%} right of {target:.0%}, loss {loss:.2f}, {time.perf_counter() - start:.0f} s"
+        seconds = time.perf_counter() - start
+        line = f"warm start: step {step}, {share:.0%} right of {target:.0%}, loss {loss:.2f}, {seconds:.0f} s"
         if sys.stdout.isatty():
             print(f"\r\x1b[K{line}", end="", flush=True)
         elif step % 10 == 0:

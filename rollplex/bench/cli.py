@@ -28,7 +28,7 @@ def exactness(steps: int = 5, device: Device = "cpu", dtype: Dtype = "float32") 
 
 
 @bench.command()
-def resume(kills: int = 3, steps: int = 6, seed: int | None = None) -> None:
+def resume(kills: int = 3, steps: int = 12, seed: int | None = None) -> None:
     """A run killed at random moments and resumed, against an undisturbed one."""
     from rollplex.bench import resume as claim
 

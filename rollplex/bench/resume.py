@@ -26,26 +26,25 @@ from rollplex.testing import tiny_checkpoint
 TIME_METRICS = ("phase/", "time/", "memory/", "tokens_per_s")
 """Metrics that say how long something took, or how much memory the machine used."""
 GIVE_UP_S = 300.0
+POLL_S = 0.02
+LONGEST_STEP_S = 0.5
+"""A step with its checkpoint takes less: the kill falls anywhere in it, or in the start of the next process."""
 
 
-def run(kills: int = 3, steps: int = 6, seed: int | None = None) -> dict[str, object]:
+def run(kills: int = 3, steps: int = 12, seed: int | None = None) -> dict[str, object]:
     """Compare an undisturbed run with one that is killed `kills` times."""
     rng = random.Random(seed)
     with TemporaryDirectory() as folder:
         root = Path(folder)
         recipe = write_recipe(root, steps)
-        start = time.monotonic()
         run_to_end(recipe, root / "undisturbed")
-        seconds = time.monotonic() - start
-        delays = [kill_once(recipe, root / "killed", rng.uniform(0.05, 1.0) * seconds) for _ in range(kills)]
+        killed = [kill_once(recipe, root / "killed", rng, steps) for _ in range(kills)]
         run_to_end(recipe, root / "killed")
         differences = list(compare_runs(root / "undisturbed", root / "killed"))
     return {
         "bench": "resume",
         "steps": steps,
-        "seconds_undisturbed": round(seconds, 2),
-        "killed_at_step": [step for _, step in delays],
-        "killed_after_s": [round(delay, 2) for delay, _ in delays],
+        "steps_logged_when_killed": killed,
         "equal": not differences,
         "differences": differences[:10],
     }
@@ -91,17 +90,25 @@ def run_to_end(recipe: Path, directory: Path) -> None:
         raise RuntimeError(f"the run failed with exit code {result.returncode}:\n{result.stderr[-2000:]}")
 
 
-def kill_once(recipe: Path, directory: Path, delay_s: float) -> tuple[float, int]:
-    """Start or resume the run and kill it after a delay; returns the delay and the steps logged by then."""
+def kill_once(recipe: Path, directory: Path, rng: random.Random, steps: int) -> int:
+    """Start or resume the run, kill it at a random moment of a random step, and return the steps logged by then."""
+    metrics = directory / "metrics.jsonl"
+    target = min(_last_step(metrics) + rng.randint(1, 3), steps - 1)
     with subprocess.Popen(
         _command(recipe, directory), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
-        try:
-            process.wait(timeout=delay_s)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-    rows = read_rows(directory / "metrics.jsonl")
-    return delay_s, max((int(str(row["step"])) for row in rows), default=0)
+        deadline = time.monotonic() + GIVE_UP_S
+        while process.poll() is None and _last_step(metrics) < target:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no step {target} within {GIVE_UP_S:.0f} s")
+            time.sleep(POLL_S)
+        time.sleep(rng.uniform(0.0, LONGEST_STEP_S))
+        os.kill(process.pid, signal.SIGKILL)
+    return _last_step(metrics)
+
+
+def _last_step(metrics: Path) -> int:
+    return max((int(str(row["step"])) for row in read_rows(metrics)), default=0)
 
 
 def compare_runs(one: Path, other: Path) -> Iterator[str]:
