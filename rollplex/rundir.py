@@ -257,7 +257,8 @@ class RunDirectory:
         if not resume and self._checkpoints():
             raise _refusal(self.path, "it holds a run with checkpoints",
                            "use another directory, or run.resume=true to go on with that run")  # fmt: skip
-        wanted = MIN_FREE_BYTES + (_num_bytes(newest.path) if newest else 0)
+        sizes = [entry.stat().st_size for entry in newest.path.rglob("*")] if newest else []
+        wanted = MIN_FREE_BYTES + sum(sizes)
         free = shutil.disk_usage(self.path).free
         if free < wanted:
             raise _refusal(self.path, f"{free / 1e9:.2f} GB are free there, and {wanted / 1e9:.2f} GB are needed",
@@ -272,7 +273,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise _refusal(self.path, f"its {CONFIG} cannot be read: {error}",
                            "mend that file, or use another directory") from error  # fmt: skip
-        changes = [f"  {name}: was {old}, is {new}" for name, old, new in _changes(stored, self._config)]
+        changes = [f"  {name}: was {old!r}, is {new!r}" for name, old, new in _changes(stored, self._config)]
         if changes:
             listed = "\n".join(changes)
             raise _refusal(
@@ -390,10 +391,6 @@ def _damage(checkpoint: Path) -> str | None:
         if found != size:
             return f"{name} has {found} bytes instead of {size}"
     return None
-
-
-def _num_bytes(directory: Path) -> int:
-    return sum(entry.stat().st_size for entry in directory.rglob("*") if entry.is_file())
 
 
 def _remove(directory: Path) -> None:

@@ -301,9 +301,9 @@ def tokens_of(text: str) -> list[int]:
     ("text", "stop", "kept"),
     [
         ("one then </answer> and on", "</answer>", "one then </answer>"),
-        ("one then </answer> and on", "n th", "one then"),  # inside a token: the whole token stays
+        ("one then </answer> and on", "e t", "one the"),  # inside the token " the": the whole token stays
         ("end", "e", "e"),
-        ("a thing in the ring", " in", " in"),
+        ("a thing in the ring", " in", "a thing in"),
         ("ça fini 終わり。後", "終わり。", "ça fini 終わり。"),
         ("🙂🙃🙂", "🙃", "🙂🙃"),
         ("x\n\n\ny", "\n\n", "x\n\n"),
@@ -316,10 +316,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(
     sample = scripted_response(monkeypatch, model, prompts[0], ids, stop_strings=["never", stop], max_new_tokens=100)
     first = next(n for n in range(1, len(ids) + 1) if stop in tiny_tokenizer().decode(ids[:n]))
     assert sample.ids.tolist() == ids[:first]
-    assert sample.finish_reason == "stop"
-    assert stop in sample.text and sample.text.startswith(kept[:1])
-    if stop != " in" and stop != "n th":
-        assert sample.text == kept
+    assert (sample.finish_reason, sample.text) == ("stop", kept)
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5])
