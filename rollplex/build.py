@@ -64,6 +64,7 @@ class Runtime:
         for stage in stages:
             stage(step)
         RUNNERS[self.config.run.runner](step.graph, trace)
+        step.release_features()
         return step
 
 

@@ -140,7 +140,7 @@ class Step:
         group.scores.update(zip(chosen, pending.result(), strict=True))
 
     def release_prefix(self, index: int) -> None:
-        self.groups[index].prefix = None
+        self.groups[index].prefix = self.groups[index].encoded = None
 
     def reference_prefix(self, index: int) -> Turns:
         group, reference = self.groups[index], self._reference
@@ -160,6 +160,8 @@ class Step:
         assert group.prefix is not None
         self.trace.count("tokens.suffix", sum(sample.length for sample in group.responses))
         group.old_T = yield from self.workers.policy.score(group.prompt, group.prefix, group.responses)
+        if index not in self.trained_first:
+            self.release_prefix(index)
 
     def advantage(self, index: int) -> None:
         group = self.groups[index]
@@ -194,13 +196,17 @@ class Step:
         assert group.prefix is not None
         self.trace.count("tokens.prefix_backward", group.prompt.prefix_length)
         yield from self.workers.policy.prefix_backward(group.prefix)
-        group.prefix = None
+        self.release_prefix(index)
 
     def update(self, indices: Sequence[int]) -> None:
         responses = [self.groups[index].responses for index in indices]
         denominator = batch_denominator(responses, self.config.algo, self.config.rollout.max_new_tokens)
         rate = learning_rate(self.number, self.config.train)
         self.updates.append(self.workers.policy.update(denominator, rate))
+
+    def release_features(self) -> None:
+        """For after the last phase. The graph's phases refer to the step: nothing of it goes by itself when it is left."""
+        self._features.clear()
 
     @property
     def _reference(self) -> Scorer:

@@ -357,8 +357,8 @@ def live(path, steps, done=lambda step: None):
             with run.new_checkpoint(step) as directory:
                 (directory / "model").mkdir()
                 with (directory / "model" / "a.bin").open("w") as file:
-                    for piece in range(5):
-                        file.write(content(step)[piece * len(content(step)) // 5:(piece + 1) * len(content(step)) // 5])
+                    for piece in (content(step)[:100], content(step)[100:]):
+                        file.write(piece)
                         file.flush()
                         sys.audit("piece")
             done(step)
@@ -418,7 +418,8 @@ for begun in (0, 1, 2):  # a first start; a resumed run; a checkpoint of the sam
         if begun:
             live(path, begun)
         os.pwrite(announced, b"%d" % begun, 0)
-        crashed = crash_before(number, lambda: live(path, 2, lambda step: os.pwrite(announced, b"%d" % step, 0)))
+        announce = lambda step: os.pwrite(announced, b"%d" % step, 0)
+        crashed = crash_before(number, lambda: live(path, min(begun + 1, 2), announce))
         inspect(path, int(os.pread(announced, 9, 0)))
         live(path, 3)
         assert inspect(path, 3) == 3

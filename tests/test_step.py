@@ -50,7 +50,7 @@ class Case:
 
 BASE: Mapping[str, Mapping[str, Any]] = {
     **TINY_RECIPE,
-    "rollout": {"group_size": 4, "max_new_tokens": 14, "max_batch_samples": 11, "block_size": 4, "num_blocks": 18},
+    "rollout": {"group_size": 3, "max_new_tokens": 10, "max_batch_samples": 8, "block_size": 3, "num_blocks": 12},
     "algo": {},
 }
 FAST = {"learning_rate": 1e-2, "betas": (0.0, 0.9)}
@@ -59,22 +59,31 @@ TIGHT = {"clip_low": 0.05, "clip_high": 0.1}
 HALVES = ((0, 1), (2, 3))
 CASES = (
     Case("plain"),
-    Case("frozen vision", {"model": {"train_vision": False}}),
-    Case("k3 in the loss", {"algo": {"kl_coefficient": 0.3}}),
-    Case("k1 in the loss, nothing recomputed", {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k1"}, "train": {"recompute": "none"}}),
-    Case("k2 in the loss, one response a microbatch", {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k2"}, "train": {"microbatch_tokens": 1}}),
-    Case("k3 in the reward, shared tower", {"algo": {"kl_coefficient": 0.3, "kl_in": "reward"}, "model": {"train_vision": False}}, share_vision=True),
-    Case("k1 in the reward, unscaled", {"algo": {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1", "scale_advantages": False}}),
-    Case("entropy, cold", {"algo": {"entropy_coefficient": 0.2}, "rollout": {"temperature": 0.7}}),
-    Case("entropy penalty, filtered and hot", {"algo": {"entropy_coefficient": -0.2}, "rollout": {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.02}}),
-    Case("two epochs, sequence-mean", {"algo": {"epochs": 2, "aggregation": "sequence-mean", **TIGHT}, "train": FAST}, clips=True, minibatches=((0, 1, 2, 3),)),
-    Case("two minibatches, constant-length", {"algo": {"num_minibatches": 2, "aggregation": "constant-length", **TIGHT}, "train": FAST}, clips=True, minibatches=HALVES),
-    Case("everything", {"algo": {"epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.1, "entropy_coefficient": 0.05, "mask_truncated": True, **TIGHT}, "train": FAST, "rollout": {"temperature": 0.9}}, clips=True, minibatches=HALVES),
-    Case("masked, constant-length", {"algo": {"mask_truncated": True, "aggregation": "constant-length"}}),
-    Case("masked, sequence-mean", {"algo": {"mask_truncated": True, "aggregation": "sequence-mean", "kl_coefficient": 0.2}}),
-    Case("tied", {"algo": {"kl_coefficient": 0.1}}, tie=True),
-    Case("pairs, rewarded by group", {"rollout": {"group_size": 2}, "reward": {"per": "group"}}),
-    Case("groups of nine", {"rollout": {"group_size": 9, "num_blocks": 25}}),
+    Case("k3 in the loss, tied", {"algo": {"kl_coefficient": 0.3}}, tie=True),
+    Case("k1 in the loss, frozen vision, nothing recomputed",
+         {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k1"}, "train": {"recompute": "none"}, "model": {"train_vision": False}}),
+    Case("k2 in the loss, masked, constant-length, one response a microbatch",
+         {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k2", "mask_truncated": True, "aggregation": "constant-length"},
+          "train": {"microbatch_tokens": 1}}),
+    Case("k3 in the reward, one frozen tower for both",
+         {"algo": {"kl_coefficient": 0.3, "kl_in": "reward"}, "model": {"train_vision": False}}, share_vision=True),
+    Case("k1 in the reward, unscaled, masked, sequence-mean",
+         {"algo": {"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1", "scale_advantages": False,
+                   "mask_truncated": True, "aggregation": "sequence-mean"}}),
+    Case("entropy bonus, cold, larger groups",
+         {"algo": {"entropy_coefficient": 0.2}, "rollout": {"temperature": 0.7, "group_size": 5}}),
+    Case("entropy penalty, hot and filtered, pairs rewarded by group",
+         {"algo": {"entropy_coefficient": -0.2}, "reward": {"per": "group"},
+          "rollout": {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "group_size": 2, "num_blocks": 8}}),
+    Case("two epochs, sequence-mean",
+         {"algo": {"epochs": 2, "aggregation": "sequence-mean", **TIGHT}, "train": FAST}, clips=True),
+    Case("two minibatches, constant-length",
+         {"algo": {"num_minibatches": 2, "aggregation": "constant-length", **TIGHT}, "train": FAST},
+         minibatches=HALVES, clips=True),
+    Case("two epochs of two minibatches, KL, entropy, masked",
+         {"algo": {"epochs": 2, "num_minibatches": 2, "kl_coefficient": 0.1, "entropy_coefficient": 0.05,
+                   "mask_truncated": True, **TIGHT}, "train": FAST, "rollout": {"temperature": 0.9}},
+         minibatches=HALVES, clips=True),
 )  # fmt: skip
 
 
@@ -181,9 +190,9 @@ def token_losses(
     algo, losses, clipped = config.algo, [], 0
     for index, logprob in enumerate(logprobs):
         ratio = (logprob - old[index]).exp()
-        if advantage > 0 and float(ratio) > 1 + algo.clip_high:
+        if advantage > 0 and ratio.item() > 1 + algo.clip_high:
             objective, clipped = torch.tensor(advantage * (1 + algo.clip_high)), clipped + 1
-        elif advantage < 0 and float(ratio) < 1 - algo.clip_low:
+        elif advantage < 0 and ratio.item() < 1 - algo.clip_low:
             objective, clipped = torch.tensor(advantage * (1 - algo.clip_low)), clipped + 1
         else:
             objective = advantage * ratio
@@ -364,6 +373,7 @@ class _LateScores:
     rewards: LateRewards
     scores: tuple[Score, ...]
     asked: int = 0
+    taken: bool = False
 
     def done(self) -> bool:
         self.asked += 1
@@ -376,17 +386,15 @@ class _LateScores:
         self.taken = True
         return self.scores
 
-    taken: bool = False
 
-
-@pytest.mark.parametrize(("per", "total"), [("sample", 16), ("group", 4)])
+@pytest.mark.parametrize(("per", "total"), [("sample", 12), ("group", 4)])
 @pytest.mark.parametrize("runner", ["serial", "overlapped"])
 def test_rewards_that_come_late_and_in_reverse_change_no_bit(runner: str, per: str, total: int) -> None:
     sections = {"reward": {"per": per}, "algo": {"kl_coefficient": 0.1}}
     prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
     late = LateRewards(total)
     slow = run_step(recipe(sections, runner), prompts, rewards=late)
-    assert len(late.pending) == total and max(scores.asked for scores in late.pending) > total
+    assert len(late.pending) == total and max(scores.asked for scores in late.pending) >= total
     assert_equal_runs(slow, run_step(recipe(sections), prompts))
 
 
@@ -395,7 +403,7 @@ def test_a_score_belongs_to_its_sample() -> None:
     run = run_step(recipe({}), prompts)
     for group in run.groups:
         assert group.rewards == [float(int(sample.ids.sum()) % 7) for sample in group.responses]
-        assert [sample.sample for sample in group.responses] == [0, 1, 2, 3]
+        assert [sample.sample for sample in group.responses] == [0, 1, 2]
 
 
 # The order of work

@@ -6,8 +6,8 @@
 
 easy-VQA asks thirteen-answer questions about one coloured shape on a 64x64 image. Its training and its test questions
 are about different images. Three quarters of its questions want yes or no, and most of those can be guessed from their
-words alone; so that the images count, only every third row here is such a question. This file trains nothing, and it does
-not know Rollplex.
+words alone; so that the images count, only every third row here is such a question. This file trains nothing, and it
+does not know Rollplex.
 """
 
 import argparse

@@ -3,11 +3,12 @@
     python examples/easy_vqa/summary.py runs/demo-0
         reads data/train.jsonl, data/test.jsonl and what the run logged: grpo/metrics.jsonl, grpo/samples.jsonl
 
-The questions are those that the run itself evaluated, before its first and after its last step. The column "words alone"
-is what the commonest training answer to the same words would get: what can be had without looking at an image.
+The questions are those that the run itself evaluated, before its first and after its last step. The column "words
+alone" is what the commonest training answer to the same words would get: what can be had without looking at an image.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -92,10 +93,10 @@ def curve(label: str, values: Sequence[float]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """Values as bars between their least and their greatest; neighbours are averaged where there are more than `width`."""
+    """Values as bars between their least and their greatest; neighbours are averaged to fit into `width`."""
     count = min(width, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
-    means = [statistics.fmean(values[start:end]) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+    means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
     least, most = min(means), max(means)
     scale = (len(BARS) - 1) / (most - least) if most > least else 0.0
     return "".join(BARS[round((mean - least) * scale)] for mean in means)
@@ -112,9 +113,8 @@ def main() -> None:
     console = Console(highlight=False)
     console.print()
     console.print(accuracy_table(questions))
-    console.print(
-        f"\nGRPO, {len(steps)} steps, {sum(row['time/step'] for row in steps):.0f} s (first tenth's mean, curve, last tenth's mean)"
-    )
+    seconds = sum(row["time/step"] for row in steps)
+    console.print(f"\nGRPO: {len(steps)} steps in {seconds:.0f} s; means of the first and last tenth around the curve")
     console.print(curve("  reward", [row["reward/mean"] for row in steps]))
     console.print(curve("  KL", [row["kl"] for row in steps]))
     console.print(curve("  entropy", [row["entropy"] for row in steps]))

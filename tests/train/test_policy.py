@@ -1,0 +1,196 @@
+"""The policy by itself: microbatches, gradients gathered in a prefix, versions, and what is frozen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollplex.config import TrainConfig
+from rollplex.errors import StaleStateError
+from rollplex.models.prefix import PrefixState
+from rollplex.models.vlm import Encoded
+from rollplex.phases.run import finish
+from rollplex.testing import canned_prompts, tiny_config, tiny_model
+from rollplex.train.policy import Policy, Scored, Scorer
+from rollplex.types import Prompt, Sample
+
+ROUNDING = 2e-6
+"""Relative, float32: another order of addition."""
+LENGTHS = (5, 1, 7, 7, 3)
+
+
+def policy_of(*, train_vision: bool = True, entropy: bool = False, dtype: torch.dtype = torch.float32, **train: Any) -> Policy:
+    model = tiny_model(tiny_config(), seed=1, dtype=dtype)
+    return Policy(model, TrainConfig(**train), 0.8, train_vision=train_vision, entropy_gradient=entropy)
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    return canned_prompts(tiny_config(), (2,), seed=3)[0]
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    rng = np.random.default_rng(5)
+    zeros = {name: np.zeros(0, np.float32) for name in ("raw_logprobs", "tempered_logprobs", "sampling_logprobs")}
+    return [
+        Sample(0, index, rng.integers(0, 250, length), **zeros, finish_reason="stop", text="", version=0, decode_step=1)
+        for index, length in enumerate(LENGTHS)
+    ]
+
+
+def prefix_of(scorer: Scorer, prompt: Prompt) -> PrefixState:
+    encoded = Encoded(prompt.images, tuple(scorer.encode(image) for image in prompt.images))
+    return finish(scorer.prefix(prompt, encoded, for_training=True))
+
+
+def weighted(tokens: slice, scored: Scored) -> Tensor:
+    """A loss in which every token of the group has a weight of its own."""
+    weights_T = torch.linspace(-1.0, 2.0, sum(LENGTHS))[tokens]
+    return (weights_T * scored.logprobs_T).sum()
+
+
+def backward(policy: Policy, prompt: Prompt, samples: Sequence[Sample], prefix: PrefixState | None = None) -> Tensor:
+    """Both backward passes of a group; returns the log-probs."""
+    prefix = prefix or prefix_of(policy, prompt)
+    logprobs_T = finish(policy.backward(prompt, prefix, samples, weighted))
+    finish(policy.prefix_backward(prefix))
+    return logprobs_T
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of the worst parameter, relative."""
+    return max(float((one[name] - other[name]).norm() / other[name].norm().clamp_min(1e-12)) for name in one)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.parametrize("microbatch_tokens", [1, 7, 13, 1000])
+def test_microbatches_change_the_gradient_by_rounding_only(
+    prompt: Prompt, samples: list[Sample], microbatch_tokens: int, recompute: str
+) -> None:
+    whole, parts = policy_of(recompute="none"), policy_of(microbatch_tokens=microbatch_tokens, recompute=recompute,
+                                                          logprob_chunk_tokens=3)  # fmt: skip
+    logprobs_T, in_parts_T = (backward(policy, prompt, samples) for policy in (whole, parts))
+    torch.testing.assert_close(in_parts_T, logprobs_T, atol=1e-5, rtol=0)
+    assert not in_parts_T.requires_grad
+    assert difference(parts.gradients.buffers, whole.gradients.buffers) < ROUNDING
+    assert all(buffer.any() for buffer in whole.gradients.buffers.values() if buffer.ndim > 1)
+
+
+def test_a_prefix_gathers_the_gradients_of_all_microbatches(prompt: Prompt, samples: list[Sample]) -> None:
+    policy = policy_of(microbatch_tokens=8)
+    together = prefix_of(policy, prompt)
+    finish(policy.backward(prompt, together, samples, weighted))
+    sums = []
+    for index in range(len(samples)):
+        alone = prefix_of(policy, prompt)
+        start = sum(LENGTHS[:index])
+
+        def loss(tokens: slice, scored: Scored, start: int = start) -> Tensor:
+            return weighted(slice(start + tokens.start, start + tokens.stop), scored)
+
+        finish(policy.backward(prompt, alone, samples[index : index + 1], loss))
+        sums.append((alone.kv.grad_k_LPKD, alone.kv.grad_v_LPKD))
+    for total, parts in zip((together.kv.grad_k_LPKD, together.kv.grad_v_LPKD), zip(*sums, strict=True), strict=True):
+        assert total is not None and total.dtype == torch.float32 and total.any()
+        expected = torch.stack([part for part in parts if part is not None]).sum(0)
+        assert float((total - expected).norm() / expected.norm()) < ROUNDING
+
+
+def test_prefix_gradients_are_summed_in_float32_in_bfloat16_training(prompt: Prompt, samples: list[Sample]) -> None:
+    prefix = prefix_of(policy_of(dtype=torch.bfloat16), prompt)
+    assert prefix.kv.k_LPKD.dtype == torch.bfloat16
+    assert prefix.kv.grad_k_LPKD is not None and prefix.kv.grad_k_LPKD.dtype == torch.float32
+    policy = policy_of(dtype=torch.bfloat16)
+    backward(policy, prompt, samples)
+    assert all(buffer.dtype == torch.float32 for buffer in policy.gradients.buffers.values())
+
+
+def test_score_and_backward_give_the_same_bits(prompt: Prompt, samples: list[Sample]) -> None:
+    policy = policy_of(microbatch_tokens=8)
+    prefix = prefix_of(policy, prompt)
+    scored_T = finish(policy.score(prompt, prefix, samples))
+    assert not scored_T.requires_grad
+    assert torch.equal(finish(policy.backward(prompt, prefix, samples, weighted)), scored_T)
+
+
+def test_temperature_divides_the_logits(prompt: Prompt, samples: list[Sample]) -> None:
+    model = tiny_model(tiny_config(), seed=1)
+    by_temperature = [Scorer(model, TrainConfig(), temperature) for temperature in (1.0, 2.0)]
+    with torch.no_grad():
+        model.decoder.norm.weight.mul_(0.5)
+        hot_T = finish(by_temperature[0].score(prompt, prefix_of(by_temperature[0], prompt), samples))
+        model.decoder.norm.weight.mul_(2.0)
+    expected_T = finish(by_temperature[1].score(prompt, prefix_of(by_temperature[1], prompt), samples))
+    torch.testing.assert_close(hot_T, expected_T)
+
+
+def test_entropy_has_a_gradient_only_where_it_is_wanted(prompt: Prompt, samples: list[Sample]) -> None:
+    def entropy_loss(_: slice, scored: Scored) -> Tensor:
+        return scored.logprobs_T.sum() * 0.0 + scored.entropy_T.sum()
+
+    norms = []
+    for wanted in (False, True):
+        policy = policy_of(entropy=wanted)
+        finish(policy.backward(prompt, prefix_of(policy, prompt), samples, entropy_loss))
+        norms.append(sum(float(buffer.norm()) for buffer in policy.gradients.buffers.values()))
+    assert norms[0] == 0.0 and norms[1] > 1.0
+
+
+def test_an_update_publishes_a_version_and_a_skipped_one_does_not(prompt: Prompt, samples: list[Sample]) -> None:
+    policy = policy_of(learning_rate=1e-3)
+    prefix = prefix_of(policy, prompt)
+    backward(policy, prompt, samples, prefix)
+    weights = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+    assert policy.update(0.0, 1e-3).skipped and policy.version == 0
+    next(iter(policy.gradients.buffers.values())).view(-1)[0] = float("nan")
+    assert policy.update(1.0, 1e-3).skipped and policy.version == 0
+    assert all(torch.equal(weights[name], parameter) for name, parameter in policy.model.named_parameters())
+    backward(policy, prompt, samples)  # the old version's numbers are still good
+    report = policy.update(20.0, 1e-3)
+    assert not report.skipped and report.grad_norm > 0 and policy.version == 1
+    assert not any(torch.equal(weights[name], parameter) for name, parameter in policy.model.named_parameters())
+    with pytest.raises(StaleStateError):
+        finish(policy.backward(prompt, prefix, samples, weighted))
+    with pytest.raises(StaleStateError):
+        finish(policy.score(prompt, prefix, samples))
+    with pytest.raises(StaleStateError):
+        finish(policy.prefix_backward(prefix))
+
+
+def test_a_frozen_tower_has_no_gradient_and_never_changes(prompt: Prompt, samples: list[Sample]) -> None:
+    policy = policy_of(train_vision=False, learning_rate=1e-2, weight_decay=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in policy.model.vision.named_parameters()}
+    key = policy.vision_key
+    for _ in range(2):
+        backward(policy, prompt, samples)
+        policy.update(20.0, 1e-2)
+    assert not any(name.startswith("vision.") for name in policy.gradients.buffers)
+    for name, parameter in policy.model.vision.named_parameters():
+        assert parameter.grad is None and not parameter.requires_grad and torch.equal(parameter, before[name])
+    assert policy.vision_key == key, "features stay good"
+    trained = policy_of(train_vision=True)
+    first = trained.vision_key
+    backward(trained, prompt, samples)
+    trained.update(20.0, 1e-2)
+    assert trained.vision_key != first, "features of old weights are not taken for new ones"
+
+
+def test_a_frozen_tower_leaves_the_decoder_gradient_as_it_is(prompt: Prompt, samples: list[Sample]) -> None:
+    frozen, trained = policy_of(train_vision=False), policy_of(train_vision=True)
+    for policy in (frozen, trained):
+        backward(policy, prompt, samples)
+    assert all(torch.equal(buffer, trained.gradients.buffers[name]) for name, buffer in frozen.gradients.buffers.items())
+
+
+@pytest.mark.parametrize("text_tokens", [1, 2])
+def test_prompts_with_hardly_a_prefix(text_tokens: int, samples: list[Sample]) -> None:
+    (short,) = canned_prompts(tiny_config(), (0,), seed=3, text_tokens=(text_tokens,))
+    policy = policy_of()
+    logprobs_T = backward(policy, short, samples)
+    assert logprobs_T.shape == (sum(LENGTHS),) and torch.isfinite(logprobs_T).all()
+    assert all(torch.isfinite(buffer).all() for buffer in policy.gradients.buffers.values())
+    assert bool(policy.gradients.buffers["decoder.embedding"][int(short.ids[0])].any())
