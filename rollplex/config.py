@@ -4,6 +4,7 @@ Unknown keys are errors. Every default is a value that works; every field says i
 data and no torch: what can only be checked against them is checked where they are read.
 """
 
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rollplex.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 LEAST_TEMPERATURE = 0.01
@@ -93,9 +95,9 @@ class RolloutConfig(Section):
     """0 keeps every id."""
     min_p: Fraction = 0.0
     """Keep ids at least this share as likely as the likeliest; 0 keeps every id."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """In addition to the checkpoint's end-of-sequence ids."""
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A response ends with the token that completes one of them; the string stays in the text."""
     max_batch_samples: Positive = 256
     """Samples decoded together."""
@@ -172,8 +174,10 @@ class RewardConfig(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def _accept_names(cls, value: Any) -> Any:
-        if isinstance(value, str):
+        if isinstance(value, str | dict):
             value = [value]
+        if not isinstance(value, list | tuple):
+            raise ValueError("expected a name, a list of names, or tables with a function each")
         return [{"function": item} if isinstance(item, str) else item for item in value]
 
     @field_validator("functions")
@@ -207,7 +211,7 @@ class TrainConfig(Section):
     """Where the decay ends, as a share of learning_rate."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """On matrices; norms and biases are not decayed."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon."""
@@ -281,6 +285,10 @@ class Config(Section):
             refuse("eval.every_steps", self.eval.every_steps, "there is nothing to evaluate on", "set data.eval")
         if self.rollout.group_size == 1 and self.algo.scale_advantages:
             refuse("rollout.group_size", 1, "a group of one has no relative advantage", "use 2 or more")
+        rollout = self.rollout
+        if rollout.num_blocks and rollout.num_blocks * rollout.block_size < rollout.max_new_tokens:
+            refuse("rollout.num_blocks", rollout.num_blocks, "too few for one response of rollout.max_new_tokens = "
+                   f"{rollout.max_new_tokens}", f"use {-(-rollout.max_new_tokens // rollout.block_size)} or more")  # fmt: skip
         if self.data.min_pixels and self.data.max_pixels and self.data.min_pixels > self.data.max_pixels:
             refuse(
                 "data.min_pixels", self.data.min_pixels, f"above data.max_pixels = {self.data.max_pixels}", "lower it"
@@ -324,7 +332,8 @@ def _describe(item: Any) -> str:
         return f"{field}: missing; set it in the recipe or as {field}=VALUE"
     if item["type"] == "extra_forbidden":
         return f"{field} = {item['input']!r}: unknown field; check the spelling (docs/recipes.md lists every field)"
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
+    message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     return f"{field} = {item['input']!r}: {message}" if field else message
 
 
@@ -334,9 +343,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not separator or len(parts) < 2 or not all(parts):
         raise ConfigError(f"override {override!r}: expected section.field=value, for example train.steps=200")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        value = text.strip()
+        parsed = {}
+    value = parsed["value"] if parsed.keys() == {"value"} else text.strip()
     section = values
     for part in parts[:-1]:
         section = section.setdefault(part, {})

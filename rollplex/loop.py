@@ -49,7 +49,7 @@ def train(config: Config) -> Summary:
         directory = stack.enter_context(RunDirectory.open(config.run.directory, config, config.run.resume))
         checkpoint = directory.newest_checkpoint()
         start = checkpoint.step if checkpoint else 0
-        display = stack.enter_context(LiveDisplay(config.train.steps, start))
+        display = stack.enter_context(LiveDisplay(config.train.steps, start, config.run.directory))
         display.message(f"device: {describe(device)}")
         processor = load_processor(ProcessorSpec.from_config(config))
         rewards = stack.enter_context(RewardWorkers(config.reward))

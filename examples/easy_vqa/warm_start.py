@@ -1,4 +1,4 @@
-"""The supervised warm start: labelled questions until the model answers about half of them, with plain transformers.
+"""The supervised warm start: labelled questions until the model answers two of five, with plain transformers.
 
     python examples/easy_vqa/warm_start.py runs/easy_vqa
         base/, data/train.jsonl  ->  warm/       a checkpoint for `model.path`, and GRPO's frozen reference
@@ -158,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directory", type=Path, help="what prepare.py wrote")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", type=float, default=0.5, help="share of right answers at which to stop")
+    parser.add_argument("--target", type=float, default=0.4, help="share of right answers at which to stop")
     parser.add_argument("--max-steps", type=int, default=150)
     arguments = parser.parse_args()
     base, finished, unfinished = (arguments.directory / name for name in ("base", "warm", ".warm-unfinished"))

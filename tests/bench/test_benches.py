@@ -67,6 +67,7 @@ def test_forwards(group: int) -> None:
     assert result["naive_prefix_forwards_per_group"] == 1 + 3 * group
 
 
+@pytest.mark.slow
 def test_resume_after_a_kill() -> None:
     result = resume.run(kills=1, steps=2, seed=4)
     assert result["equal"] is True, result
