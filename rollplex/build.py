@@ -5,18 +5,22 @@
 It decides which stages a step has; step.py says what they do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from rollplex.algo.reward import RewardWorkers
 from rollplex.config import Config
+from rollplex.data import BadRow, Dataset, PromptLoader, eval_prompts, load_dataset
 from rollplex.errors import CheckpointError
 from rollplex.models.load import load_model
 from rollplex.models.processor import Processor
 from rollplex.phases.run import RUNNERS
+from rollplex.pool import WorkerPool
 from rollplex.rollout.engine import Engine, Vocabulary
 from rollplex.rollout.sampler import SamplingParams
 from rollplex.step import (
@@ -34,6 +38,7 @@ from rollplex.train.checkpoint import MODEL, TrainingState, restore_training
 from rollplex.train.policy import Policy, Scorer
 from rollplex.types import Prompt
 
+SPLITS: tuple[Literal["train"], Literal["eval"]] = ("train", "eval")
 EVALUATION_NOISE = 2**31
 """Added to the step number that keys the noise, so that evaluation draws none of training's."""
 
@@ -66,6 +71,50 @@ class Runtime:
         RUNNERS[self.config.run.runner](step.graph, trace)
         step.release_features()
         return step
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A recipe's data, checked: endless training batches, evaluation rows (None without data.eval), rows left out."""
+
+    config: Config
+    pool: WorkerPool
+    batches: PromptLoader
+    eval: Dataset | None
+    bad_rows: Mapping[str, Sequence[BadRow]]
+
+    def held_out(self) -> Iterable[tuple[Prompt, ...]]:
+        """Evaluation batches."""
+        if self.eval is None:
+            return ()
+        return eval_prompts(self.eval, self.pool, self.config.train.prompts_per_step, self.config.eval.max_prompts)
+
+    @property
+    def num_held_out(self) -> int:
+        """Prompts in `held_out`."""
+        return 0 if self.eval is None else min(len(self.eval), self.config.eval.max_prompts or len(self.eval))
+
+
+def read_data(config: Config, pool: WorkerPool, start: int, progress: Callable[[str, int, int], None]) -> Data:
+    """Check every row, and have training batches ready from step `start` on. progress: called with (task, done, total).
+
+    Raises:
+        ConfigError, DataError: what is wrong, and where.
+    """
+    datasets: dict[str, Dataset] = {}
+    for split in SPLITS if config.data.eval else SPLITS[:1]:
+        datasets[split] = load_dataset(config, pool, split, partial(progress, f"checking {split} data"))
+    batches = PromptLoader(
+        datasets["train"],
+        config.train.prompts_per_step,
+        config.run.seed,
+        config.data.shuffle,
+        pool,
+        config.data.prefetch_steps,
+        start,
+    )
+    bad_rows = {split: dataset.bad_rows for split, dataset in datasets.items() if dataset.bad_rows}
+    return Data(config, pool, batches, datasets.get("eval"), bad_rows)
 
 
 def training_stages(config: Config) -> tuple[Stage, ...]:

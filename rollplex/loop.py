@@ -7,17 +7,15 @@ every row of the data. Ctrl-C (or SIGTERM) ends the run after the present step, 
 import signal
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from rollplex.algo.reward import RewardWorkers
-from rollplex.build import Runtime, build_workers
+from rollplex.build import Data, Runtime, build_workers, read_data
 from rollplex.config import Config
-from rollplex.data import Dataset, PromptLoader, eval_prompts, load_dataset
 from rollplex.gpu.device import describe, select_device
 from rollplex.metrics import reward_metrics, sample_rows, training_metrics
 from rollplex.models.processor import ProcessorSpec, load_processor
@@ -25,8 +23,10 @@ from rollplex.pool import WorkerPool
 from rollplex.rundir import RunDirectory
 from rollplex.trace import Trace
 from rollplex.train.checkpoint import TrainingState, save_training
-from rollplex.types import Prompt
 from rollplex.viewer.live import LiveDisplay
+
+WARNINGS_PER_STEP = 3
+"""Failed rewards shown in full; samples.jsonl has all of them."""
 
 
 @dataclass(frozen=True)
@@ -55,84 +55,52 @@ def train(config: Config) -> Summary:
         rewards = stack.enter_context(RewardWorkers(config.reward))
         rewards.check()
         pool = stack.enter_context(WorkerPool(config.data.num_workers))
-        data = _read_data(config, pool, directory, display, start)
+        data = read_data(config, pool, start, display.progress)
+        for split, rows in data.bad_rows.items():
+            display.warn(f"{split} data: {len(rows)} bad rows left out, listed in bad_rows.jsonl")
+            directory.log_bad_rows(split, [(row.source, row.reason) for row in rows])
         display.phase("loading weights")
         workers, state = build_workers(config, processor, rewards, device, checkpoint.path if checkpoint else None)
         directory.rewind(state.step)
         return _Run(config, Runtime(config, workers), data, directory, display, state).execute()
 
 
-@dataclass(frozen=True, eq=False)
-class _Data:
-    """Training batches from the present step on, and the evaluation's data set; both checked."""
-
-    config: Config
-    pool: WorkerPool
-    batches: PromptLoader
-    eval: Dataset | None
-
-    def held_out(self) -> Iterable[tuple[Prompt, ...]]:
-        """Evaluation batches; none without data.eval."""
-        if self.eval is None:
-            return ()
-        return eval_prompts(self.eval, self.pool, self.config.train.prompts_per_step, self.config.eval.max_prompts)
-
-    @property
-    def num_held_out(self) -> int:
-        return 0 if self.eval is None else min(len(self.eval), self.config.eval.max_prompts or len(self.eval))
-
-
-def _read_data(config: Config, pool: WorkerPool, directory: RunDirectory, display: LiveDisplay, start: int) -> _Data:
-    datasets: dict[str, Dataset] = {}
-    for split in ("train", "eval") if config.data.eval else ("train",):
-        name = f"checking {split} data"
-        dataset = load_dataset(config, pool, split, partial(display.progress, name))
-        if dataset.bad_rows:
-            display.warn(f"{split} data: {len(dataset.bad_rows)} bad rows left out, listed in bad_rows.jsonl")
-            directory.log_bad_rows(split, [(row.source, row.reason) for row in dataset.bad_rows])
-        datasets[split] = dataset
-    batches = PromptLoader(
-        datasets["train"],
-        config.train.prompts_per_step,
-        config.run.seed,
-        config.data.shuffle,
-        pool,
-        config.data.prefetch_steps,
-        start,
-    )
-    return _Data(config, pool, batches, datasets.get("eval"))
-
-
 class _Run:
     """The loop itself; `state` says how far it has come."""
 
     def __init__(
-        self, config: Config, runtime: Runtime, data: _Data, directory: RunDirectory, display: LiveDisplay,
+        self, config: Config, runtime: Runtime, data: Data, directory: RunDirectory, display: LiveDisplay,
         state: TrainingState,
     ) -> None:  # fmt: skip
         self._config, self._runtime, self._data = config, runtime, data
         self._directory, self._display, self._state = directory, display, state
+        self._interrupted: list[int] = []
+        self._announced = False
 
     def execute(self) -> Summary:
         """Train until the recipe's last step, or until the user asks to stop."""
         steps = self._config.train.steps
-        with _interruption() as interrupted:
+        with _interruption() as self._interrupted:
             if self._state.step == 0:
                 self._evaluate()
-            while self._state.step < steps and not interrupted:
-                self._train(next(self._data.batches))
+            while self._state.step < steps and not self._interrupted:
+                self._train()
                 last = self._state.step == steps
                 if last or _due(self._state.step, self._config.eval.every_steps):
                     self._evaluate()
-                if last or interrupted or _due(self._state.step, self._config.run.checkpoint_every_steps):
+                if last or self._interrupted or _due(self._state.step, self._config.run.checkpoint_every_steps):
                     self._save()
         self._display.finish(self._directory.describe())
         return Summary(self._state.step, self._state.step >= steps, self._directory.path)
 
-    def _train(self, prompts: tuple[Prompt, ...]) -> None:
-        number, trace, start = self._state.step, Trace(on_span=self._display.phase), time.perf_counter()
+    def _train(self) -> None:
+        number, trace, asked = self._state.step, Trace(on_span=self._phase), time.perf_counter()
+        self._display.phase("waiting for data")
+        prompts = next(self._data.batches)
+        start = time.perf_counter()
         step = self._runtime.train(prompts, number, trace)
         metrics = training_metrics(step, trace, time.perf_counter() - start)
+        metrics["time/data_wait"] = start - asked
         skipped = sum(update.skipped for update in step.updates)
         self._state = TrainingState(
             number + 1, self._runtime.workers.policy.version, self._state.skipped_updates + skipped
@@ -143,14 +111,20 @@ class _Run:
                 f"or every response was masked ({self._state.skipped_updates} in this run)"
             )
         metrics["updates/skipped_total"] = float(self._state.skipped_updates)
-        for failure in [text for group in step.groups for score in group.scores.values() for text in score.failures][
-            :3
-        ]:
+        failures = [text for group in step.groups for score in group.scores.values() for text in score.failures]
+        for failure in failures[:WARNINGS_PER_STEP]:
             self._display.warn(f"step {number + 1}: {failure}")
         self._directory.log(self._state.step, "train", metrics)
         if self._config.run.save_samples:
             self._directory.log_samples(self._state.step, sample_rows(step.groups, "train"))
         self._display.step(self._state.step, metrics)
+
+    def _phase(self, name: str) -> None:
+        """Show the phase, and (here, because a signal handler must not print) that the run is about to stop."""
+        if self._interrupted and not self._announced:
+            self._announced = True
+            self._display.message("stopping after this step, with a checkpoint; Ctrl-C again stops at once")
+        self._display.phase(name)
 
     def _evaluate(self) -> None:
         """Mean rewards of one response to each held-out prompt."""

@@ -40,6 +40,7 @@ _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "RAYON_NUM_THREADS",
 )
+_EXITED_WITH_0 = 256  # no exit status: those end at 255
 _start_lock = threading.Lock()
 
 
@@ -176,7 +177,7 @@ def _name(function: Callable[..., object]) -> str:
 
 def _exit_reason(code: int) -> str:
     if code >= 0:
-        return f"it exited with code {code} (os._exit, or a library that ends the process)"
+        return f"it exited with code {code % _EXITED_WITH_0} (os._exit, or a library that ends the process)"
     try:
         name = signal.Signals(-code).name
     except ValueError:
@@ -233,6 +234,12 @@ class _Process(context.SpawnProcess):
     def start(self) -> None:
         with _quiet_start():
             super().start()
+
+    @property
+    def exitcode(self) -> int | None:
+        """As usual, but never 0: pebble would take the worker for retired, and let its task wait for ever."""
+        code = super().exitcode
+        return _EXITED_WITH_0 if code == 0 else code
 
 
 class _Spawn(context.SpawnContext):

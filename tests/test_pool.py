@@ -200,7 +200,7 @@ def test_close_fails_what_is_left_and_stops_at_once() -> None:
 PARENT = """
 import sys
 {guard}
-XX
+from tests import pool_tasks
 from rollplex.pool import WorkerPool
 pool = WorkerPool(2)
 {body}
