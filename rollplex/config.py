@@ -287,8 +287,10 @@ class Config(Section):
             refuse("rollout.group_size", 1, "a group of one has no relative advantage", "use 2 or more")
         rollout = self.rollout
         if rollout.num_blocks and rollout.num_blocks * rollout.block_size < rollout.max_new_tokens:
-            refuse("rollout.num_blocks", rollout.num_blocks, "too few for one response of rollout.max_new_tokens = "
-                   f"{rollout.max_new_tokens}", f"use {-(-rollout.max_new_tokens // rollout.block_size)} or more")  # fmt: skip
+            least = -(-rollout.max_new_tokens // rollout.block_size)
+            refuse("rollout.num_blocks", rollout.num_blocks,
+                   f"too few for one response of rollout.max_new_tokens = {rollout.max_new_tokens}",
+                   f"use {least} or more")  # fmt: skip
         if self.data.min_pixels and self.data.max_pixels and self.data.min_pixels > self.data.max_pixels:
             refuse(
                 "data.min_pixels", self.data.min_pixels, f"above data.max_pixels = {self.data.max_pixels}", "lower it"

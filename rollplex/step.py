@@ -205,7 +205,7 @@ class Step:
         self.updates.append(self.workers.policy.update(denominator, rate))
 
     def release_features(self) -> None:
-        """For after the last phase. The graph's phases refer to the step: nothing of it goes by itself when it is left."""
+        """For after the last phase: the step, which its graph's phases refer to, is not freed as soon as it is left."""
         self._features.clear()
 
     @property

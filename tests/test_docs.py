@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -280,7 +280,7 @@ def test_reward_functions_of_the_page_work(tmp_path: Path) -> None:
     text = read(ROOT / "docs/rewards.md")
     (tmp_path / "my_rewards.py").write_text("\n".join(blocks(text, "python")), encoding="utf-8")
 
-    def scores(function: str, **kwargs: Any) -> list[float | None]:
+    def scores(function: str, **kwargs: Any) -> Sequence[object]:
         name, columns = f"{tmp_path}/my_rewards.py:{function}", {"answer": "3", "index": 0}
         return call_reward(name, kwargs, "Find x.", ["3 ", "four"], [[1], [2]], columns)
 

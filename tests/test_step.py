@@ -1,31 +1,36 @@
-"""The whole step against transformers and autograd, and one runner against the other, for a grid of recipes.
-
-The expected gradient is worked out here from sampled ids and rewards alone: log-probs, entropies, the reference's and the
-old log-probs come from transformers' model on every full sequence by itself, the loss is written out by cases.
-"""
+"""The whole step against transformers and autograd, and one runner against the other, for a grid of recipes."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from rollplex.algo.reward import Score
-from rollplex.bench.tiny import TINY_RECIPE, CannedRewards, RecordingPolicy, tiny_workers
+from rollplex.bench.tiny import CannedRewards, RecordingPolicy, tiny_workers
 from rollplex.build import Runtime
-from rollplex.config import Config, parse_config
 from rollplex.errors import NumericsError
-from rollplex.models.load import to_transformers
-from rollplex.models.prefix import PrefixState, prefix_forward
-from rollplex.step import Group, Rewards, Step, Workers
-from rollplex.testing import canned_prompts, hf_inputs, tiny_config, tiny_model
+from rollplex.models.prefix import PrefixState, prefix_backward, prefix_forward
+from rollplex.testing import SPECIAL_IDS, canned_prompts, tiny_config
 from rollplex.trace import Trace
 from rollplex.train import policy as policy_module
-from rollplex.types import Prompt, Sample
+from rollplex.train.optim import UpdateReport
+from rollplex.train.policy import Scorer
+from rollplex.types import Image, Prompt, Sample
+from tests.step_oracle import (
+    CPU,
+    Run,
+    all_logprobs,
+    expected_update,
+    recipe,
+    relative_errors,
+    responses,
+    run_step,
+)
 
 GRADIENT_TOLERANCE = 1e-5
 """Relative, float32: over all parameters together, and for the worst one."""
@@ -33,7 +38,7 @@ BFLOAT16_TOLERANCE = 0.05
 """Relative, over all parameters together, against float32 from the same weights."""
 LOGPROB_TOLERANCE = 1e-4
 IMAGES = (0, 2, 1, 1)
-CPU = torch.device("cpu")
+PROMPTS = canned_prompts(tiny_config(), IMAGES, seed=4)
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,6 @@ class Case:
     clips: bool = False
 
 
-BASE: Mapping[str, Mapping[str, Any]] = {
-    **TINY_RECIPE,
-    "rollout": {"group_size": 3, "max_new_tokens": 10, "max_batch_samples": 8, "block_size": 3, "num_blocks": 12},
-    "algo": {},
-}
 FAST = {"learning_rate": 1e-2, "betas": (0.0, 0.9)}
 """Weights that move far in one update, so that ratios leave the clip range."""
 TIGHT = {"clip_low": 0.05, "clip_high": 0.1}
@@ -61,9 +61,11 @@ CASES = (
     Case("plain"),
     Case("k3 in the loss, tied", {"algo": {"kl_coefficient": 0.3}}, tie=True),
     Case("k1 in the loss, frozen vision, nothing recomputed",
-         {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k1"}, "train": {"recompute": "none"}, "model": {"train_vision": False}}),
+         {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k1"}, "train": {"recompute": "none"},
+          "model": {"train_vision": False}}),
     Case("k2 in the loss, masked, constant-length, one response a microbatch",
-         {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k2", "mask_truncated": True, "aggregation": "constant-length"},
+         {"algo": {"kl_coefficient": 0.3, "kl_estimator": "k2", "mask_truncated": True,
+                   "aggregation": "constant-length"},
           "train": {"microbatch_tokens": 1}}),
     Case("k3 in the reward, one frozen tower for both",
          {"algo": {"kl_coefficient": 0.3, "kl_in": "reward"}, "model": {"train_vision": False}}, share_vision=True),
@@ -87,170 +89,22 @@ CASES = (
 )  # fmt: skip
 
 
-def recipe(sections: Mapping[str, Mapping[str, Any]], runner: str = "overlapped") -> Config:
-    values = {name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {*BASE, *sections}}
-    return parse_config({**values, "run": {"runner": runner, "device": "cpu"}})
+@cache
+def plain_run() -> Run:
+    """The base recipe under the overlapped runner; to be read only."""
+    return run_step(recipe({}), PROMPTS)
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One step and everything around it; gradients and weights by update."""
-
-    config: Config
-    step: Step
-    workers: Workers
-    policy: RecordingPolicy
-    trace: Trace
-    reference_weights: Mapping[str, Tensor]
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        return self.step.groups
-
-
-def run_step(
-    config: Config, prompts: Sequence[Prompt], *, tie: bool = False, share_vision: bool = False, rewards: Rewards | None = None
-) -> Run:
-    made = tiny_workers(config, tiny_config(tie=tie), CPU)
-    workers = Workers(made.policy, made.reference, made.engine, rewards or made.rewards)
-    reference_weights: dict[str, Tensor] = {}
-    if workers.reference is not None:
-        if share_vision:
-            workers.reference.model.vision = workers.policy.model.vision
-        parameters = workers.reference.model.named_parameters()
-        reference_weights = {name: parameter.detach().clone() for name, parameter in parameters}
-    policy, trace = workers.policy, Trace(keep_events=True)
-    assert isinstance(policy, RecordingPolicy)
-    step = Runtime(config, workers).train(prompts, 0, trace)
-    return Run(config, step, workers, policy, trace, reference_weights)
-
-
-def responses(run: Run) -> list[Sample]:
-    return [sample for group in run.groups for sample in group.responses]
-
-
-# The oracle
-
-
-def twin_of(weights: Mapping[str, Tensor], tie: bool) -> Any:
-    """transformers' model with these weights of ours, in float32."""
-    model = tiny_model(tiny_config(tie=tie))
-    model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
-    return to_transformers(model).requires_grad_(True)
-
-
-def score(twin: Any, prompt: Prompt, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the response's tokens at a temperature."""
-    logits = twin(**hf_inputs(prompt, sample.ids), use_cache=False).logits[0, len(prompt.ids) - 1 : -1]
-    logprobs_TV = (logits / temperature).log_softmax(-1)
-    chosen = [logprobs_TV[index, token] for index, token in enumerate(sample.ids.tolist())]
-    return torch.stack(chosen), -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-
-
-Tokens = dict[tuple[int, int], Tensor]
-"""One value per response token, by group and sample."""
-
-
-@torch.no_grad()
-def all_logprobs(weights: Mapping[str, Tensor], run: Run, tie: bool) -> Tokens:
-    twin, temperature = twin_of(weights, tie), run.config.rollout.temperature
-    return {
-        (index, sample.sample): score(twin, group.prompt, sample, temperature)[0]
-        for index, group in enumerate(run.groups)
-        for sample in group.responses
-    }
-
-
-def kl(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    x = reference - logprobs
-    return {"k1": -x, "k2": 0.5 * x * x, "k3": x.exp() - 1.0 - x}[estimator]
-
-
-def advantages(run: Run, old: Tokens, reference: Tokens) -> list[list[float]]:
-    """By group and sample, from the rewards that CannedRewards gives to these ids."""
-    algo, result = run.config.algo, []
-    for index, group in enumerate(run.groups):
-        rewards = []
-        for sample in group.responses:
-            reward = float(int(sample.ids.sum()) % 7)
-            if algo.kl_coefficient and algo.kl_in == "reward":
-                key = index, sample.sample
-                reward -= algo.kl_coefficient * float(kl(old[key], reference[key], algo.kl_estimator).sum())
-            rewards.append(reward)
-        centered = np.array(rewards) - np.mean(rewards)
-        scale = np.std(rewards, ddof=1) + 1e-4 if algo.scale_advantages else 1.0
-        result.append([float(value) for value in centered / scale])
-    return result
-
-
-def token_losses(
-    config: Config, logprobs: Tensor, entropy: Tensor, old: Tensor, reference: Tensor | None, advantage: float
-) -> tuple[Tensor, int]:
-    """Loss of each token, case by case; and how many the clipping leaves without a gradient of the surrogate."""
-    algo, losses, clipped = config.algo, [], 0
-    for index, logprob in enumerate(logprobs):
-        ratio = (logprob - old[index]).exp()
-        if advantage > 0 and ratio.item() > 1 + algo.clip_high:
-            objective, clipped = torch.tensor(advantage * (1 + algo.clip_high)), clipped + 1
-        elif advantage < 0 and ratio.item() < 1 - algo.clip_low:
-            objective, clipped = torch.tensor(advantage * (1 - algo.clip_low)), clipped + 1
-        else:
-            objective = advantage * ratio
-        if reference is not None and algo.kl_in == "loss":
-            objective = objective - algo.kl_coefficient * kl(logprob, reference[index], algo.kl_estimator)
-        losses.append(-(objective + algo.entropy_coefficient * entropy[index]))
-    return torch.stack(losses), clipped
-
-
-def expected_update(
-    run: Run, update: int, groups: Sequence[int], old: Tokens, reference: Tokens, tie: bool
-) -> tuple[dict[str, Tensor], int]:
-    """Gradients by published name of one update over some groups, and the number of clipped tokens."""
-    config, worth = run.config, advantages(run, old, reference)
-    twin = twin_of(run.policy.weights_seen[update], tie)
-    counted = [
-        (group, sample)
-        for group in groups
-        for sample in run.groups[group].responses
-        if not (config.algo.mask_truncated and sample.finish_reason == "length")
-    ]
-    clipped = 0
-    for group, sample in counted:
-        logprobs, entropy = score(twin, run.groups[group].prompt, sample, config.rollout.temperature)
-        key = group, sample.sample
-        before = old[key] if config.algo.num_updates > 1 else logprobs.detach()
-        losses, removed = token_losses(config, logprobs, entropy, before, reference.get(key), worth[group][sample.sample])
-        clipped += removed
-        total = {
-            "token-mean": losses.sum() / sum(other.length for _, other in counted),
-            "sequence-mean": losses.mean() / len(counted),
-            "constant-length": losses.sum() / (len(counted) * config.rollout.max_new_tokens),
-        }[config.algo.aggregation]
-        total.backward()
-    names = {name.replace("model.visual.", "visual.").replace("language_model.", ""): parameter
-             for name, parameter in twin.named_parameters()}  # fmt: skip
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in names.items()}, clipped
-
-
-def relative_errors(run: Run, gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Over all parameters together, and of the worst one."""
-    pairs = [
-        (gradient.double(), expected[name].double())
-        for packed_name, packed in gradients.items()
-        for name, gradient in run.policy.model.family.unpack(packed_name, packed)  # type: ignore[attr-defined]
-    ]
-    errors = [float((one - other).norm()) for one, other in pairs]
-    norms = [float(other.norm()) for _, other in pairs]
-    worst = max(error / norm if norm else float(error > 0) for error, norm in zip(errors, norms, strict=True))
-    return float(np.linalg.norm(errors) / np.linalg.norm(norms)), worst
-
-
-def assert_gradients(run: Run, case: Case, tolerance: float = GRADIENT_TOLERANCE, worst_tolerance: float = GRADIENT_TOLERANCE) -> None:  # fmt: skip
+def assert_gradients(
+    run: Run, case: Case, tolerance: float = GRADIENT_TOLERANCE, worst_tolerance: float = GRADIENT_TOLERANCE
+) -> None:
     """Every update's gradient, its number of clipped tokens, and every log-prob that a sample or a group carries."""
     algo = run.config.algo
     old = all_logprobs(run.policy.weights_seen[0], run, case.tie)
     reference = all_logprobs(run.reference_weights, run, case.tie) if run.reference_weights else {}
-    trained = [name for name in run.policy.weights_seen[0] if name.startswith("decoder.") or run.config.model.train_vision]
+    trained = [
+        name for name in run.policy.weights_seen[0] if name.startswith("decoder.") or run.config.model.train_vision
+    ]
     updates = [groups for _ in range(algo.epochs) for groups in case.minibatches]
     assert len(updates) == len(run.policy.gradients_seen) == algo.num_updates
     num_clipped = 0
@@ -294,9 +148,8 @@ def assert_equal_runs(one: Run, other: Run) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_are_those_of_the_plain_computation_under_both_runners(case: Case) -> None:
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
     serial, overlapped = (
-        run_step(recipe(case.sections, runner), prompts, tie=case.tie, share_vision=case.share_vision)
+        run_step(recipe(case.sections, runner), PROMPTS, tie=case.tie, share_vision=case.share_vision)
         for runner in ("serial", "overlapped")
     )
     assert_equal_runs(serial, overlapped)
@@ -313,23 +166,20 @@ def test_gradients_are_those_of_the_plain_computation_under_both_runners(case: C
 
 def test_bfloat16_runners_agree_and_the_gradient_is_right_to_rounding() -> None:
     case = Case("bfloat16", {"model": {"dtype": "bfloat16"}, "algo": {"kl_coefficient": 0.1}})
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
-    serial, overlapped = (run_step(recipe(case.sections, runner), prompts) for runner in ("serial", "overlapped"))
+    serial, overlapped = (run_step(recipe(case.sections, runner), PROMPTS) for runner in ("serial", "overlapped"))
     assert_equal_runs(serial, overlapped)
     assert_gradients(serial, case, BFLOAT16_TOLERANCE, worst_tolerance=0.3)
 
 
 def test_recomputing_layers_changes_no_bit() -> None:
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
-    none, layer = (run_step(recipe({"train": {"recompute": kind}}), prompts) for kind in ("none", "layer"))
-    assert_equal_runs(none, layer)
+    assert plain_run().config.train.recompute == "layer"
+    assert_equal_runs(plain_run(), run_step(recipe({"train": {"recompute": "none"}}), PROMPTS))
 
 
 def test_a_first_update_has_ratio_one_by_construction_and_by_measurement() -> None:
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
-    single = run_step(recipe({}), prompts)
+    single = plain_run()
     assert all(group.old_T is None for group in single.groups)
-    double = run_step(recipe({"algo": {"epochs": 2}}), prompts)
+    double = run_step(recipe({"algo": {"epochs": 2}}), PROMPTS)
     first = double.policy.gradients_seen[0]
     assert all(torch.equal(gradient, first[name]) for name, gradient in single.policy.gradients_seen[0].items())
 
@@ -341,11 +191,11 @@ def test_a_prompt_twice_and_an_image_in_several_groups_count_each_time() -> None
     prompts = canned_prompts(tiny_config(), (1, 2, 0), seed=4)
     shared = prompts[0].images[0]
     ids = prompts[0].ids.copy()
-    ids[[0, -2]] = ids[[-2, 0]]
+    ids[0] = SPECIAL_IDS["<|endoftext|>"]  # an id that transformers does not train as input: its padding
     other = replace(prompts[0], uid=7, ids=ids)  # the same image between other words
     batch = (prompts[0], prompts[1], prompts[0], other)
-    case = Case("twice")
-    serial, overlapped = (run_step(recipe({}, runner), batch) for runner in ("serial", "overlapped"))
+    case = Case("twice", tie=True)
+    serial, overlapped = (run_step(recipe({}, runner), batch, tie=True) for runner in ("serial", "overlapped"))
     assert_equal_runs(serial, overlapped)
     assert_gradients(serial, case)
     assert [s.ids.tolist() for s in serial.groups[0].responses] == [s.ids.tolist() for s in serial.groups[2].responses]
@@ -390,17 +240,15 @@ class _LateScores:
 @pytest.mark.parametrize(("per", "total"), [("sample", 12), ("group", 4)])
 @pytest.mark.parametrize("runner", ["serial", "overlapped"])
 def test_rewards_that_come_late_and_in_reverse_change_no_bit(runner: str, per: str, total: int) -> None:
-    sections = {"reward": {"per": per}, "algo": {"kl_coefficient": 0.1}}
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
+    sections: dict[str, dict[str, Any]] = {"reward": {"per": per}, "algo": {"kl_coefficient": 0.1}}
     late = LateRewards(total)
-    slow = run_step(recipe(sections, runner), prompts, rewards=late)
+    slow = run_step(recipe(sections, runner), PROMPTS, rewards=late)
     assert len(late.pending) == total and max(scores.asked for scores in late.pending) >= total
-    assert_equal_runs(slow, run_step(recipe(sections), prompts))
+    assert_equal_runs(slow, run_step(recipe(sections), PROMPTS))
 
 
 def test_a_score_belongs_to_its_sample() -> None:
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
-    run = run_step(recipe({}), prompts)
+    run = plain_run()
     for group in run.groups:
         assert group.rewards == [float(int(sample.ids.sum()) % 7) for sample in group.responses]
         assert [sample.sample for sample in group.responses] == [0, 1, 2]
@@ -410,25 +258,24 @@ def test_a_score_belongs_to_its_sample() -> None:
 
 
 def test_the_overlapped_runner_really_computes_while_it_decodes() -> None:
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
     during = {}
     for runner in ("serial", "overlapped"):
-        run = run_step(recipe({"algo": {"kl_coefficient": 0.1}}, runner), prompts)
+        run = run_step(recipe({"algo": {"kl_coefficient": 0.1}}, runner), PROMPTS)
         names = [str(event["name"]) for event in run.trace.events]
         last = len(names) - 1 - names[::-1].index("rollout.decode")
         during[runner] = set(names[names.index("rollout.decode") : last])
     assert during["serial"] == {"rollout.decode"}
-    assert {"reference.prefix", "reward", "reference.suffix", "policy.suffix", "policy.prefix_backward"} <= during["overlapped"]  # fmt: skip
+    shared = {"reference.prefix", "reward", "reference.suffix", "policy.suffix", "policy.prefix_backward"}
+    assert shared <= during["overlapped"]
 
 
 def test_tokens_are_counted_by_kind_and_alike_under_both_runners() -> None:
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
     sections = {"algo": {"kl_coefficient": 0.1, "epochs": 2}}
-    serial, overlapped = (run_step(recipe(sections, runner), prompts) for runner in ("serial", "overlapped"))
+    serial, overlapped = (run_step(recipe(sections, runner), PROMPTS) for runner in ("serial", "overlapped"))
     assert serial.trace.counts == overlapped.trace.counts
-    prefix = sum(prompt.prefix_length for prompt in prompts)
+    prefix = sum(prompt.prefix_length for prompt in PROMPTS)
     generated = sum(sample.length for sample in responses(serial))
-    patches = sum(len(image.patches) for prompt in prompts for image in prompt.images)
+    patches = sum(len(image.patches) for prompt in PROMPTS for image in prompt.images)
     counts = dict(serial.trace.counts)
     assert counts.pop("tokens.recomputed") > 0, "blocks are few enough for preemption"
     assert counts == {
@@ -449,7 +296,7 @@ def test_a_batch_of_truncated_responses_changes_nothing() -> None:
     workers = tiny_workers(config, tiny_config(), CPU)
     workers.engine._stop_ids = frozenset()
     before = {name: weight.clone() for name, weight in workers.policy.optimizer.state().items()}
-    step = Runtime(config, workers).train(canned_prompts(tiny_config(), IMAGES, seed=4), 0, Trace())
+    step = Runtime(config, workers).train(PROMPTS, 0, Trace())
     assert all(sample.finish_reason == "length" for group in step.groups for sample in group.responses)
     assert [(update.skipped, update.grad_norm) for update in step.updates] == [(True, 0.0)] * 2
     assert workers.policy.version == 0
@@ -467,7 +314,7 @@ def test_groups_without_signal_give_no_gradient() -> None:
             pending.scores = tuple(Score(3.0, {}, ()) for _ in samples)
             return pending
 
-    run = run_step(recipe({}), canned_prompts(tiny_config(), IMAGES, seed=4), rewards=Equal())
+    run = run_step(recipe({}), PROMPTS, rewards=Equal())
     assert not any(gradient.any() for gradient in run.policy.gradients_seen[0].values())
     assert [update.skipped for update in run.step.updates] == [False]
 
@@ -485,7 +332,7 @@ def test_an_error_in_a_phase_ends_the_step_and_leaves_the_weights_alone() -> Non
         workers = replace(made, rewards=Broken())
         before = {name: weight.detach().clone() for name, weight in workers.policy.model.named_parameters()}
         with pytest.raises(NumericsError, match="on purpose"):
-            Runtime(config, workers).train(canned_prompts(tiny_config(), IMAGES, seed=4), 0, Trace())
+            Runtime(config, workers).train(PROMPTS, 0, Trace())
         assert all(torch.equal(before[name], weight) for name, weight in workers.policy.model.named_parameters())
 
 
@@ -497,7 +344,7 @@ def prefixes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list["weakref.ref[Pref
     """References to every prefix state that is made."""
     made: list[weakref.ref[PrefixState]] = []
 
-    def recording(*arguments: Any, **options: Any) -> Iterator[None]:
+    def recording(*arguments: Any, **options: Any) -> Generator[None, None, PrefixState]:
         state = yield from prefix_forward(*arguments, **options)
         made.append(weakref.ref(state))
         return state
@@ -508,13 +355,22 @@ def prefixes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list["weakref.ref[Pref
 
 
 @pytest.mark.parametrize("runner", ["serial", "overlapped"])
-@pytest.mark.parametrize("sections", [{}, {"algo": {"kl_coefficient": 0.1}},
-                                      {"algo": {"kl_coefficient": 0.1, "epochs": 2, "num_minibatches": 2}}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"algo": {"kl_coefficient": 0.1}},
+        {"algo": {"kl_coefficient": 0.1, "epochs": 2, "num_minibatches": 2}},
+    ],
+    ids=str,
+)
 def test_prefixes_and_features_are_dropped_with_their_last_use(
     prefixes: list["weakref.ref[PrefixState]"], runner: str, sections: dict[str, dict[str, Any]]
 ) -> None:
-    run = run_step(recipe(sections, runner), canned_prompts(tiny_config(), IMAGES, seed=4))
-    per_group = 1 + bool(run.workers.reference) + (run.config.algo.num_updates > 1) * (run.config.algo.epochs * 4 - 2) / 4
+    run = run_step(recipe(sections, runner), PROMPTS)
+    per_group = (
+        1 + bool(run.workers.reference) + (run.config.algo.num_updates > 1) * (run.config.algo.epochs * 4 - 2) / 4
+    )
     assert len(prefixes) == 4 * per_group
     assert not any(prefix() for prefix in prefixes), "alive although the step is over, without a garbage collection"
     for group in run.groups:
@@ -525,22 +381,51 @@ def test_a_prefix_is_dropped_before_the_next_group_goes_backward(
     prefixes: list["weakref.ref[PrefixState]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = []
-    backward = policy_module.prefix_backward
+    backward = prefix_backward
 
     def recording(*arguments: Any, **options: Any) -> Iterator[None]:
         alive.append(sum(prefix() is not None for prefix in prefixes))
         yield from backward(*arguments, **options)
 
     monkeypatch.setattr(policy_module, "prefix_backward", recording)
-    run_step(recipe({"algo": {"kl_coefficient": 0.1}}, "serial"), canned_prompts(tiny_config(), IMAGES, seed=4))
+    run_step(recipe({"algo": {"kl_coefficient": 0.1}}, "serial"), PROMPTS)
     assert alive == [4, 3, 2, 1]
+
+
+def test_prefixes_that_are_trained_on_later_are_dropped_before_the_first_update(
+    prefixes: list["weakref.ref[PrefixState]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+    update = RecordingPolicy.update
+
+    def recording(policy: RecordingPolicy, denominator: float, learning_rate: float) -> UpdateReport:
+        alive.append(sum(prefix() is not None for prefix in prefixes))
+        return update(policy, denominator, learning_rate)
+
+    monkeypatch.setattr(RecordingPolicy, "update", recording)
+    run_step(recipe({"algo": {"num_minibatches": 2}}), PROMPTS)
+    assert alive == [0, 0]
+
+
+def test_features_are_dropped_with_the_last_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    features: list[weakref.ref[Tensor]] = []
+    encode = Scorer.encode
+
+    def recording(self: Scorer, image: Image) -> Tensor:
+        feature = encode(self, image)
+        features.append(weakref.ref(feature))
+        return feature
+
+    monkeypatch.setattr(Scorer, "encode", recording)
+    run = run_step(recipe({"algo": {"kl_coefficient": 0.1}}), PROMPTS)
+    assert len(features) == 2 * sum(IMAGES)
+    assert run.step.groups and not any(feature() is not None for feature in features)
 
 
 def test_an_evaluation_keeps_no_prefix_and_trains_nothing(prefixes: list["weakref.ref[PrefixState]"]) -> None:
     config = recipe({"eval": {"temperature": 0.0}})
     workers = tiny_workers(config, tiny_config(), CPU)
-    prompts = canned_prompts(tiny_config(), IMAGES, seed=4)
-    first, again = (Runtime(config, workers).evaluate(prompts, number, Trace()) for number in (0, 1))
+    first, again = (Runtime(config, workers).evaluate(PROMPTS, number, Trace()) for number in (0, 1))
     assert not any(prefix() for prefix in prefixes)
     for one, other in zip(first.groups, again.groups, strict=True):
         assert len(one.responses) == 1 and one.responses[0].ids.tolist() == other.responses[0].ids.tolist()

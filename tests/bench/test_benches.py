@@ -81,7 +81,8 @@ def test_resume_sees_a_single_bit(tmp_path: Path) -> None:
         save_file({"weight": torch.arange(4.0)}, model / "model.safetensors")
         (model / "state.json").write_text('{"step": 1}')
         for name in ("metrics.jsonl", "samples.jsonl"):
-            (run / name).write_text('{"step": 1, "time/step": %s, "loss": 0.5}\n' % np.random.default_rng().random())
+            row = {"step": 1, "time/step": np.random.default_rng().random(), "loss": 0.5}
+            (run / name).write_text(json.dumps(row) + "\n")
     assert list(resume.compare_runs(*runs)) == []
     model = runs[1] / "checkpoints" / "step-000001"
     (model / "state.json").write_text('{"step": 2}')

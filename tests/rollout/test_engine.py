@@ -1,6 +1,6 @@
-"""The engine by kinds of faults: batching that leaks, wrong K/V, stops, banned ids, stale or broken numbers, blocks lost."""
+"""The engine by kinds of faults: batching that leaks, wrong K/V, stops, banned ids, stale or broken numbers, blocks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,19 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollplex.config import RolloutConfig
 from rollplex.errors import CapacityError, NumericsError, StaleStateError
 from rollplex.models.load import to_transformers
-from rollplex.models.prefix import PrefixState, prefix_forward
-from rollplex.models.vlm import Encoded, VisionLanguageModel
-from rollplex.phases.run import finish
+from rollplex.models.prefix import PrefixState
+from rollplex.models.vlm import VisionLanguageModel
 from rollplex.rollout import engine as engine_module
 from rollplex.rollout.blocks import BlockPool
-from rollplex.rollout.engine import DecodeStep, Engine, NeedPrefix, Vocabulary
-from rollplex.rollout.sampler import Draw, SamplingParams
+from rollplex.rollout.engine import NeedPrefix
+from rollplex.rollout.sampler import SamplingParams
 from rollplex.testing import (
-    FIRST_SPECIAL_ID,
-    SPECIAL_IDS,
     VOCAB_SIZE,
     canned_prompts,
     hf_inputs,
@@ -30,19 +26,17 @@ from rollplex.testing import (
     tiny_tokenizer,
 )
 from rollplex.types import Prompt, Sample
-
-LOGPROB_TOLERANCE = 1e-5
-"""float32: what a batch of other rows may change in a matrix product."""
-PEER_TOLERANCE = 1e-4
-"""Against transformers, whose attention adds in another order."""
-NUM_IDS = FIRST_SPECIAL_ID + len(SPECIAL_IDS)
-STOP_IDS = frozenset(range(0, FIRST_SPECIAL_ID, 12))
-RAW = SamplingParams()
-PLACEHOLDERS = {SPECIAL_IDS[name] for name in
-                ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")}  # fmt: skip
-
-Sampled = dict[tuple[int, int], Sample]
-"""By prompt uid and sample index."""
+from tests.rollout.engine_runs import (
+    NUM_IDS,
+    PEER_TOLERANCE,
+    PLACEHOLDERS,
+    RAW,
+    Sampled,
+    assert_same,
+    engine_of,
+    prefix_of,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,44 +47,6 @@ def model() -> VisionLanguageModel:
 @pytest.fixture(scope="module")
 def prompts() -> tuple[Prompt, ...]:
     return canned_prompts(tiny_config(), (0, 1, 2), seed=3)
-
-
-def engine_of(model: VisionLanguageModel, seed: int = 0, stop_ids: frozenset[int] = STOP_IDS, **rollout: Any) -> Engine:
-    tokenizer: Any = tiny_tokenizer()
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    config = RolloutConfig(**{"max_new_tokens": 12, **rollout})
-    return Engine(model, Vocabulary(stop_ids, NUM_IDS, decode), config, seed)
-
-
-def prefix_of(model: VisionLanguageModel, prompt: Prompt) -> PrefixState:
-    with torch.no_grad():
-        features = tuple(model.encode(image) for image in prompt.images)
-    return finish(prefix_forward(model, prompt, Encoded(prompt.images, features), for_training=False))
-
-
-def run(
-    engine: Engine, prompts: Sequence[Prompt], *, group_size: int = 4, step: int = 0, params: SamplingParams = RAW
-) -> tuple[Sampled, list[DecodeStep]]:
-    prefixes = [prefix_of(engine.model, prompt) for prompt in prompts]
-    events = list(engine.decode(prompts, prefixes.__getitem__, step=step, group_size=group_size, params=params))
-    steps = [event for event in events if isinstance(event, DecodeStep)]
-    assert len(steps) == len(events), "no prefix was missing"
-    samples = [sample for event in steps for sample in event.finished]
-    found = {(prompts[sample.group].uid, sample.sample): sample for sample in samples}
-    assert len(found) == len(samples) == len(prompts) * group_size
-    return found, steps
-
-
-def assert_same(found: Sampled, expected: Sampled) -> None:
-    for key, sample in found.items():
-        other = expected[key]
-        assert sample.ids.tolist() == other.ids.tolist(), key
-        assert (sample.finish_reason, sample.text) == (other.finish_reason, other.text)
-        for name in ("raw_logprobs", "tempered_logprobs", "sampling_logprobs"):
-            np.testing.assert_allclose(getattr(sample, name), getattr(other, name), atol=LOGPROB_TOLERANCE, rtol=0)
 
 
 # What else is in the batch
@@ -121,11 +77,12 @@ def alone(model: VisionLanguageModel, prompts: tuple[Prompt, ...]) -> Sampled:
     ],
 )
 def test_tokens_do_not_depend_on_budgets(
-    model: VisionLanguageModel, prompts: tuple[Prompt, ...], alone: Sampled, limits: dict[str, int], preempts: bool
+    model: VisionLanguageModel, prompts: tuple[Prompt, ...], alone: Sampled, limits: dict[str, Any], preempts: bool
 ) -> None:
     found, steps = run(engine_of(model, **limits), prompts)
     assert (sum(event.num_recomputed for event in steps) > 0) == preempts
-    assert max(event.num_decoded for event in steps) <= min(limits.get("max_batch_samples", 99), limits.get("max_batch_tokens", 99))  # fmt: skip
+    most = min(limits.get("max_batch_samples", 99), limits.get("max_batch_tokens", 99))
+    assert max(event.num_decoded for event in steps) <= most
     assert sum(event.num_decoded for event in steps) == sum(sample.length for sample in found.values())
     assert_same(found, alone)
 
@@ -217,7 +174,9 @@ def test_logprobs_are_those_of_the_full_sequence(
     assert sum(event.num_recomputed for event in steps)
     for (uid, _), sample in found.items():
         logits = peer_logits(model, prompts[uid], sample).double().numpy()
-        expected = [independent_logprobs(row, int(token), params) for row, token in zip(logits, sample.ids, strict=True)]
+        expected = [
+            independent_logprobs(row, int(token), params) for row, token in zip(logits, sample.ids, strict=True)
+        ]
         got = np.stack([sample.raw_logprobs, sample.tempered_logprobs, sample.sampling_logprobs], axis=1)
         np.testing.assert_allclose(got, np.array(expected), atol=PEER_TOLERANCE, rtol=0)
 
@@ -263,99 +222,10 @@ def test_a_sample_carries_version_step_and_text(prompts: tuple[Prompt, ...]) -> 
         assert all(sample.decode_step == number for sample in event.finished)
     for sample in found.values():
         assert sample.text == tiny_tokenizer().decode(sample.ids.tolist(), skip_special_tokens=True)
-        assert (sample.ids.dtype, sample.raw_logprobs.dtype) == (np.int64, np.float32)
-        assert len(sample.raw_logprobs) == len(sample.tempered_logprobs) == len(sample.sampling_logprobs) == sample.length
-
-
-# Where a response ends
-
-
-def scripted(monkeypatch: pytest.MonkeyPatch, script: Callable[[int], Sequence[int]]) -> None:
-    """Draw these ids in the n-th decode step instead of sampling."""
-    calls = iter(range(1000))
-
-    def sample(logits_BV: Tensor, *_: object) -> Draw:
-        ids_B = torch.tensor(script(next(calls)))
-        zeros_B = torch.zeros(len(ids_B))
-        assert len(ids_B) == len(logits_BV)
-        return Draw(ids_B, zeros_B, zeros_B, zeros_B)
-
-    monkeypatch.setattr(engine_module, "sample", sample)
-
-
-def scripted_response(
-    monkeypatch: pytest.MonkeyPatch, model: VisionLanguageModel, prompt: Prompt, ids: Sequence[int], **rollout: Any
-) -> Sample:
-    """The one response of a rollout that draws these ids, one after the other, and then would go on."""
-    scripted(monkeypatch, lambda step: [[*ids, *[65] * 100][step]])
-    engine = engine_of(model, stop_ids=frozenset({SPECIAL_IDS["<|im_end|>"]}), **rollout)
-    return run(engine, [prompt], group_size=1)[0][prompt.uid, 0]
-
-
-def tokens_of(text: str) -> list[int]:
-    tokenizer: Any = tiny_tokenizer()
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "kept"),
-    [
-        ("one then </answer> and on", "</answer>", "one then </answer>"),
-        ("one then </answer> and on", "e t", "one the"),  # inside the token " the": the whole token stays
-        ("end", "e", "e"),
-        ("a thing in the ring", " in", "a thing in"),
-        ("ça fini 終わり。後", "終わり。", "ça fini 終わり。"),
-        ("🙂🙃🙂", "🙃", "🙂🙃"),
-        ("x\n\n\ny", "\n\n", "x\n\n"),
-    ],
-)
-def test_a_stop_string_ends_with_the_token_that_completes_it(
-    monkeypatch: pytest.MonkeyPatch, model: VisionLanguageModel, prompts: tuple[Prompt, ...], text: str, stop: str, kept: str
-) -> None:
-    ids = tokens_of(text)
-    sample = scripted_response(monkeypatch, model, prompts[0], ids, stop_strings=["never", stop], max_new_tokens=100)
-    first = next(n for n in range(1, len(ids) + 1) if stop in tiny_tokenizer().decode(ids[:n]))
-    assert sample.ids.tolist() == ids[:first]
-    assert (sample.finish_reason, sample.text) == ("stop", kept)
-
-
-@pytest.mark.parametrize("limit", [1, 4, 5])
-def test_limits_and_stops_at_the_first_and_the_last_token(
-    monkeypatch: pytest.MonkeyPatch, model: VisionLanguageModel, prompts: tuple[Prompt, ...], limit: int
-) -> None:
-    end, letters = SPECIAL_IDS["<|im_end|>"], tokens_of("ab!d")
-
-    def response(ids: list[int], **rollout: Any) -> Sample:
-        return scripted_response(monkeypatch, model, prompts[0], ids, max_new_tokens=limit, **rollout)
-
-    assert response(letters * 3).finish_reason == "length" and response(letters * 3).length == limit
-    stopped = response([*letters[: limit - 1], end])
-    assert (stopped.finish_reason, stopped.length, stopped.ids[-1]) == ("stop", limit, end)
-    assert stopped.text == "ab!d"[: limit - 1], "special tokens are not in the text"
-    for extra in ({"stop_token_ids": [letters[0]]}, {"stop_strings": ["a"]}):
-        first = response(letters * 3, **extra)
-        assert (first.finish_reason, first.ids.tolist()) == ("stop", letters[:1])
-
-
-def test_a_long_response_still_finds_a_stop_string(
-    monkeypatch: pytest.MonkeyPatch, model: VisionLanguageModel, prompts: tuple[Prompt, ...]
-) -> None:
-    ids = tokens_of("z" * 80 + "stop here")
-    sample = scripted_response(monkeypatch, model, prompts[0], ids, stop_strings=["stop"], max_new_tokens=99)
-    assert sample.text == "z" * 80 + "stop"
-
-
-def test_nothing_after_a_stop_is_kept(model: VisionLanguageModel, prompts: tuple[Prompt, ...]) -> None:
-    found, _ = run(engine_of(model), prompts, group_size=8)
-    free, _ = run(engine_of(model, stop_ids=frozenset()), prompts, group_size=8)
-    reasons = set()
-    for key, sample in found.items():
-        stops = [n for n, token in enumerate(free[key].ids.tolist(), 1) if token in STOP_IDS]
-        assert sample.length == (stops[0] if stops else 12)
-        assert sample.ids.tolist() == free[key].ids[: sample.length].tolist()
-        assert sample.finish_reason == ("stop" if stops else "length")
-        reasons.add(sample.finish_reason)
-    assert reasons == {"stop", "length"}
+        assert (str(sample.ids.dtype), str(sample.raw_logprobs.dtype)) == ("int64", "float32")
+        assert (
+            len(sample.raw_logprobs) == len(sample.tempered_logprobs) == len(sample.sampling_logprobs) == sample.length
+        )
 
 
 # What must never be sampled
@@ -408,7 +278,9 @@ def test_a_stale_prefix_is_refused(prompts: tuple[Prompt, ...]) -> None:
 def test_a_prefix_that_goes_stale_while_decoding_is_refused(prompts: tuple[Prompt, ...]) -> None:
     model = tiny_model(tiny_config(), seed=1)
     prefix = prefix_of(model, prompts[0])
-    events = engine_of(model, stop_ids=frozenset()).decode([prompts[0]], lambda _: prefix, step=0, group_size=1, params=RAW)
+    events = engine_of(model, stop_ids=frozenset()).decode(
+        [prompts[0]], lambda _: prefix, step=0, group_size=1, params=RAW
+    )
     next(events)
     model.version += 1
     with pytest.raises(StaleStateError):
@@ -480,7 +352,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BlockPool]]:
 
 @pytest.mark.parametrize("limits", [{}, {"block_size": 2, "num_blocks": 13}])
 def test_every_block_comes_back(
-    model: VisionLanguageModel, prompts: tuple[Prompt, ...], pools: list[BlockPool], limits: Mapping[str, int]
+    model: VisionLanguageModel, prompts: tuple[Prompt, ...], pools: list[BlockPool], limits: Mapping[str, Any]
 ) -> None:
     run(engine_of(model, **limits), prompts)
     assert [pool.num_free for pool in pools] == [pool.num_blocks for pool in pools]

@@ -22,7 +22,9 @@ ROUNDING = 2e-6
 LENGTHS = (5, 1, 7, 7, 3)
 
 
-def policy_of(*, train_vision: bool = True, entropy: bool = False, dtype: torch.dtype = torch.float32, **train: Any) -> Policy:
+def policy_of(
+    *, train_vision: bool = True, entropy: bool = False, dtype: torch.dtype = torch.float32, **train: Any
+) -> Policy:
     model = tiny_model(tiny_config(), seed=1, dtype=dtype)
     return Policy(model, TrainConfig(**train), 0.8, train_vision=train_vision, entropy_gradient=entropy)
 
@@ -183,7 +185,9 @@ def test_a_frozen_tower_leaves_the_decoder_gradient_as_it_is(prompt: Prompt, sam
     frozen, trained = policy_of(train_vision=False), policy_of(train_vision=True)
     for policy in (frozen, trained):
         backward(policy, prompt, samples)
-    assert all(torch.equal(buffer, trained.gradients.buffers[name]) for name, buffer in frozen.gradients.buffers.items())
+    assert all(
+        torch.equal(buffer, trained.gradients.buffers[name]) for name, buffer in frozen.gradients.buffers.items()
+    )
 
 
 @pytest.mark.parametrize("text_tokens", [1, 2])
