@@ -9,6 +9,7 @@ pickled here, so that nothing that fails to pickle can take a worker down; worke
 and stdout to it, use few threads, and never import the parent's main script. This file knows neither rewards nor data.
 """
 
+import atexit
 import faulthandler
 import importlib.util
 import io
@@ -74,6 +75,8 @@ class WorkerPool:
         self._closed = False
         self._lock = threading.RLock()
         self._pool = self._new_pool()
+        # A pool left open is closed before pebble's own exit handler, which may kill a worker while another is started.
+        atexit.register(self.close)
 
     def submit(self, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> Future[T]:
         """Run `function(*args)` in a worker; `timeout_s` seconds are counted from when it begins to run.
@@ -102,6 +105,7 @@ class WorkerPool:
             if self._closed:
                 return
             self._closed = True
+        atexit.unregister(self.close)
         for future in list(self._pending):
             self._settle(future, error=WorkerError("the worker pool was closed before the task was done"))
         _stop(self._pool)
@@ -235,6 +239,10 @@ class _Process(context.SpawnProcess):
         with _quiet_start():
             super().start()
 
+    def terminate(self) -> None:
+        """Kill at once: pebble lets every other worker wait while a hung one thinks about SIGTERM."""
+        self.kill()
+
     @property
     def exitcode(self) -> int | None:
         """As usual, but never 0: pebble would take the worker for retired, and let its task wait for ever."""
@@ -316,16 +324,16 @@ def _run(payload: bytes) -> bytes:
 
 def _encoded_failure(error: BaseException) -> bytes:
     """Encode (False, exception); what cannot travel as it is becomes a WorkerError that describes it."""
-    try:
-        text = "".join(traceback.format_exception(error))
-        if isinstance(error, Exception):
-            error.add_note(f"in a worker process:\n{text}")
+    note = "in a worker process:\n" + "".join(traceback.format_exception(error))
+    summary = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, Exception):
+        try:
+            error.add_note(note)
             encoded = pickle.dumps((False, error))
-            if type(pickle.loads(encoded)[1]) is type(error):
+            if str(pickle.loads(encoded)[1]) == str(error):
                 return encoded
-        summary = traceback.format_exception_only(error)[0].strip()
-    except Exception:  # the exception's own __str__, __reduce__ or __init__ fails
-        text = summary = type(error).__name__
+        except Exception:  # its own __reduce__, __init__ or __str__ fails: described below
+            pass
     failure = WorkerError(summary)
-    failure.add_note(f"in a worker process:\n{text}")
+    failure.add_note(note)
     return pickle.dumps((False, failure))

@@ -202,7 +202,7 @@ import sys
 {guard}
 from tests import pool_tasks
 from rollplex.pool import WorkerPool
-pool = WorkerPool(2)
+pool = WorkerPool(1)
 {body}
 """
 
@@ -228,7 +228,7 @@ def test_scripts_without_a_guard_and_prints_of_workers(tmp_path: Path, as_module
 
 
 def test_a_pool_left_open_does_not_keep_the_script_alive(tmp_path: Path) -> None:
-    parent = run_parent(tmp_path, "pool.submit(pool_tasks.sleep, 600.0); pool.submit(pool_tasks.pid).result(60)")
+    parent = run_parent(tmp_path, "pool.submit(pool_tasks.pid).result(60); pool.submit(pool_tasks.sleep, 600.0)")
     _, stderr = parent.communicate(timeout=PATIENCE_S)
     assert parent.returncode == 0, stderr
 
