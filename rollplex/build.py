@@ -75,12 +75,16 @@ class Runtime:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A recipe's data, checked: endless training batches, evaluation rows (None without data.eval), rows left out."""
+    """A recipe's data, checked: endless training batches, evaluation rows (None without data.eval), rows left out.
+
+    columns: those that both have, as reward functions get them.
+    """
 
     config: Config
     pool: WorkerPool
     batches: PromptLoader
     eval: Dataset | None
+    columns: tuple[str, ...]
     bad_rows: Mapping[str, Sequence[BadRow]]
 
     def held_out(self) -> Iterable[tuple[Prompt, ...]]:
@@ -114,7 +118,8 @@ def read_data(config: Config, pool: WorkerPool, start: int, progress: Callable[[
         start,
     )
     bad_rows = {split: dataset.bad_rows for split, dataset in datasets.items() if dataset.bad_rows}
-    return Data(config, pool, batches, datasets.get("eval"), bad_rows)
+    columns = [name for name in datasets["train"].columns if all(name in other.columns for other in datasets.values())]
+    return Data(config, pool, batches, datasets.get("eval"), tuple(columns), bad_rows)
 
 
 def training_stages(config: Config) -> tuple[Stage, ...]:

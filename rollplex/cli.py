@@ -1,5 +1,6 @@
 """The command line: train a recipe, or run a bench. Errors raised on purpose end as one message, not a traceback."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -23,6 +24,7 @@ def train(
 ) -> None:
     """Run a recipe, or go on with it where its run directory stands."""
     config = load_config(recipe, overrides or ())
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe may name a module of the present folder
     from rollplex import loop  # torch takes seconds to import: a wrong recipe is refused before
 
     summary = loop.train(config)

@@ -4,20 +4,31 @@ Unknown keys are errors. Every default is a value that works; every field says i
 data and no torch: what can only be checked against them is checked where they are read.
 """
 
+import os.path
 import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from rollplex.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-
+Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""A path, or what else names a place; a shell leaves the `~` of `section.field=~/path` alone."""
 
 LEAST_TEMPERATURE = 0.01
 """Below it, logits divided by the temperature lose their differences or overflow."""
@@ -29,13 +40,25 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would take true for 1."""
+        if isinstance(value, bool) and _numeric(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("a number is needed, not true or false")
+        return value
+
+
+def _numeric(annotation: Any) -> bool:
+    return annotation in (int, float) or any(_numeric(argument) for argument in get_args(annotation))
+
 
 class ModelConfig(Section):
     """Which weights, and in which precision they compute."""
 
-    path: str
+    path: Place
     """A local directory in Hugging Face format, or a hub name."""
-    reference: str | None = None
+    reference: Place | None = None
     """The frozen reference's weights; by default those at `path`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of weights and computation; gradients are summed and the optimizer works in float32 either way."""
@@ -46,9 +69,9 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where prompts come from, and what its columns mean. A column name may be dotted: `reward_model.ground_truth`."""
 
-    train: str
+    train: Place
     """A .jsonl or .parquet file, a glob of them, or `module:function` / `file.py:function` returning rows."""
-    eval: str | None = None
+    eval: Place | None = None
     """Held-out prompts, as `train`; without it nothing is evaluated."""
     prompt_column: str = "prompt"
     """Text, with an `<image>` mark for each image, or a list of chat messages."""
@@ -233,7 +256,7 @@ class EvalConfig(Section):
 class RunConfig(Section):
     """Where a run lives and how it is executed."""
 
-    directory: str = "runs/default"
+    directory: Place = "runs/default"
     """Where config, metrics, samples and checkpoints go."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Keys the order of data and the sampling noise."""
@@ -283,7 +306,7 @@ class Config(Section):
                    f"use at most train.prompts_per_step = {self.train.prompts_per_step}")  # fmt: skip
         if self.eval.every_steps and self.data.eval is None:
             refuse("eval.every_steps", self.eval.every_steps, "there is nothing to evaluate on", "set data.eval")
-        if self.rollout.group_size == 1 and self.algo.scale_advantages:
+        if self.rollout.group_size == 1:
             refuse("rollout.group_size", 1, "a group of one has no relative advantage", "use 2 or more")
         rollout = self.rollout
         if rollout.num_blocks and rollout.num_blocks * rollout.block_size < rollout.max_new_tokens:
@@ -331,9 +354,15 @@ def parse_config(values: dict[str, Any]) -> Config:
 def _describe(item: Any) -> str:
     field = ".".join(str(part) for part in item["loc"])
     if item["type"] == "missing":
-        return f"{field}: missing; set it in the recipe or as {field}=VALUE"
+        how = f"or as {field}=VALUE" if "." in field else f"as a section [{field}]"
+        return f"{field}: missing; set it in the recipe {how}"
     if item["type"] == "extra_forbidden":
         return f"{field} = {item['input']!r}: unknown field; check the spelling (docs/recipes.md lists every field)"
+    if item["type"] == "string_type" and not isinstance(item["input"], list | dict):
+        quoted = f"'{field}=\"{item['input']}\"'"
+        return (
+            f"{field} = {item['input']!r}: text is needed: a string; quote what looks like a number or date: {quoted}"
+        )
     message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     return f"{field} = {item['input']!r}: {message}" if field else message

@@ -56,6 +56,7 @@ def train(config: Config) -> Summary:
         rewards.check()
         pool = stack.enter_context(WorkerPool(config.data.num_workers))
         data = read_data(config, pool, start, display.progress)
+        rewards.check_columns(data.columns)
         for split, rows in data.bad_rows.items():
             display.warn(f"{split} data: {len(rows)} bad rows left out, listed in bad_rows.jsonl")
             directory.log_bad_rows(split, [(row.source, row.reason) for row in rows])

@@ -41,7 +41,13 @@ def with_field(field: str, value: object) -> dict[str, Any]:
     [
         ("model.dtype", "float16", "'bfloat16' or 'float32'"),
         ("model.train_vision", "perhaps", "boolean"),
-        ("model.path", 12, "string"),
+        ("model.path", 12, """a string; quote what looks like a number or date: 'model.path="12"'"""),
+        ("model.path", ["a"], "string"),
+        ("model.path", "", "at least 1 character"),
+        ("run.directory", "", "at least 1 character"),
+        ("train.steps", True, "a number is needed"),
+        ("train.learning_rate", False, "a number is needed"),
+        ("rollout.num_blocks", True, "a number is needed"),
         ("data.max_prompt_tokens", 0, "greater than 0"),
         ("data.num_workers", -1, "greater than 0"),
         ("data.image_marks", "append", "'strict' or 'prepend'"),
@@ -113,11 +119,20 @@ def test_refusals_that_take_two_fields() -> None:
     assert "use 2 or more" in refusal(with_field("rollout.group_size", 1))
     values = with_field("rollout.group_size", 1)
     values["algo"] = {"scale_advantages": False}
-    assert parse_config(values).rollout.group_size == 1
+    assert "use 2 or more" in refusal(values)
     for value in (0.0, 0.01, 1.0):
         assert parse_config(with_field("eval.temperature", value)).eval.temperature == value
     assert parse_config(with_field("algo.num_minibatches", 64)).algo.num_updates == 64
     assert parse_config(with_field("rollout.num_blocks", 32)).rollout.num_blocks == 32
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    places = {"model": {"path": "~/m", "reference": "~/r"}, "data": {"train": "~/d.py:rows", "eval": "~/*.jsonl"}}
+    config = parse_config({**places, "run": {"directory": "~/runs/1"}})
+    assert (config.model.path, config.model.reference) == ("/home/ann/m", "/home/ann/r")
+    assert (config.data.train, config.data.eval) == ("/home/ann/d.py:rows", "/home/ann/*.jsonl")
+    assert config.run.directory == "/home/ann/runs/1"
 
 
 def test_missing_and_unknown_fields_are_named_one_a_line() -> None:

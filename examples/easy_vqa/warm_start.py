@@ -115,7 +115,7 @@ def train(
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=LEARNING_RATE_WARMUP_STEPS)
-    window = deque[float](maxlen=WINDOW)
+    window, share = deque[float](maxlen=WINDOW), 0.0
     for step, rows in enumerate(itertools.islice(batches, max_steps), start=1):
         loss, right = learn(model, encoder.image_id, encoder.batch(rows))
         optimizer.zero_grad()

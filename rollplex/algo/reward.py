@@ -1,37 +1,42 @@
 """Rewards: the user's functions, with TRL's signature, run in worker processes.
 
-    submit(prompt, samples) -> one call per function -> weighted sum -> one Score per sample
+    submit(prompt, samples) -> one call per function, in a worker -> weighted sum -> one Score per sample
 
-A function is `(prompts, completions, **columns) -> list[float]`, plain or async; columns are the row's, one entry per
-sample, and `completion_ids` as in TRL. Chat prompts are lists of messages, and then a completion is one assistant
-message. `None` for a sample means that the function does not apply to it. Whatever else goes wrong - an exception, a
-time-out, a dead worker, a wrong length or type, a value that is not finite - names the function and the sample, and
-stops the run or counts as zero. This file knows no tensor and no loss.
+A value that is None means that the function does not apply to the sample. Whatever goes wrong in a call - an exception,
+a time-out, a dead worker, a wrong length - or with one value names the function and the samples, and stops the run or
+counts as zero. How a function is found and called is in `reward_call.py`. This file knows no tensor and no loss.
 """
 
-import asyncio
-import importlib
-import importlib.util
-import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from rollplex.algo import builtin_rewards
+from rollplex.algo.reward_call import (
+    Outcome,
+    Value,
+    call_reward,
+    enter_folder,
+    find_missing,
+    find_problems,
+    load_reward,
+    start_worker,
+)
 from rollplex.config import RewardConfig, RewardFunction
-from rollplex.errors import ConfigError, RewardError, WorkerError
-from rollplex.pool import WorkerPool
+from rollplex.errors import ConfigError, RewardError, RollplexError, WorkerError
+from rollplex.pool import WorkerPool, WorkerTimeoutError
 from rollplex.types import Prompt, Sample
 
-RewardCallable = Callable[..., Any]
-Value = float | None
+__all__ = ["PendingScores", "RewardWorkers", "Score", "call_reward", "load_reward"]
+
 START_TIMEOUT_S = 300.0
-"""For importing the user's module, which may load models of its own."""
+"""For importing the user's modules, which may load models of their own."""
+LARGEST_VALUE = 1e18
+"""Advantages square rewards in float32, which ends at 3e38."""
 SHOWN_CHARACTERS = 120
+_METRICS = ("mean", "std", "failures")
+"""Taken in the log: `reward/mean` and so on stand beside `reward/` and a function's name."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +49,59 @@ class Score:
 
 
 class RewardWorkers:
-    """The recipe's reward functions and the processes that they run in."""
+    """The recipe's reward functions and the processes that they run in, which work in the present folder.
 
-    def __init__(self, config: RewardConfig) -> None:
+    start_timeout_s: for importing the user's modules, which no call's time limit counts.
+    """
+
+    def __init__(self, config: RewardConfig, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._config = config
         self._names = _unique_names(config.functions)
-        self._pool = WorkerPool(config.num_workers)
+        self._requests = tuple((function.function, dict(function.kwargs)) for function in config.functions)
+        self._start_timeout_s = start_timeout_s
+        self._folder = str(Path.cwd())
+        self._pool = WorkerPool(config.num_workers, start_worker, (self._requests, self._folder))
 
     def check(self) -> None:
-        """Load every function once, in a worker.
+        """Wait until a worker has loaded every function, and compare their parameters with the recipe's kwargs.
 
         Raises:
-            ConfigError: a function cannot be found or loaded.
+            ConfigError: one line for each function that cannot be used.
         """
-        for function in self._config.functions:
-            try:
-                self._pool.submit(check_reward, function.function, timeout_s=START_TIMEOUT_S).result()
-            except WorkerError as error:
-                raise ConfigError(f"reward.functions: {function.function!r} cannot be loaded: {error}") from error
+        self._refuse(find_problems)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Compare the functions' parameters with the columns of a row.
+
+        Raises:
+            ConfigError: one line for each function that needs what is no column.
+        """
+        self._refuse(find_missing, sorted(columns))
+
+    def _refuse(self, find: Callable[..., list[str]], *args: Any) -> None:
+        try:
+            problems = self._pool.submit(find, self._requests, *args).result(self._start_timeout_s)
+        except (WorkerError, TimeoutError) as error:  # a module ends its process, or does not come to an end: which?
+            reason = f"they take longer than {self._start_timeout_s:g} s" if isinstance(error, TimeoutError) else error
+            together = f"reward.functions: each can be loaded by itself, but not all in one worker: {reason}"
+            problems = self._find_one_by_one(find, *args) or [together]
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _find_one_by_one(self, find: Callable[..., list[str]], *args: Any) -> list[str]:
+        problems: list[str] = []
+        with WorkerPool(1, enter_folder, (self._folder,)) as pool:
+            for request in self._requests:
+                found, name = pool.submit(find, (request,), *args, timeout_s=self._start_timeout_s), repr(request[0])
+                try:
+                    problems += found.result()
+                except WorkerTimeoutError:
+                    limit = f"loading it takes longer than {self._start_timeout_s:g} s"
+                    problems.append(f"reward.functions: {name}: {limit}; do slow work in the first call instead")
+                except WorkerError as error:
+                    remedy = "check that its module can be imported by itself"
+                    problems.append(f"reward.functions: {name} cannot be loaded: {error}; {remedy}")
+        return problems
 
     def submit(self, prompt: Prompt, samples: Sequence[Sample]) -> "PendingScores":
         """Begin to score some responses to one prompt; each function gets them in one call."""
@@ -95,7 +135,7 @@ class PendingScores:
     names: Sequence[str]
     prompt: Prompt
     samples: tuple[Sample, ...]
-    futures: tuple[Future[list[Value]], ...]
+    futures: tuple[Future[list[Outcome]], ...]
 
     def done(self) -> bool:
         """Whether `result` would return at once."""
@@ -106,16 +146,15 @@ class PendingScores:
 
         Raises:
             RewardError: a function failed, and reward.on_error is "error".
+            ConfigError: a function cannot be called at all, whatever reward.on_error says.
         """
         parts: list[dict[str, Value]] = [{} for _ in self.samples]
         failures: list[list[str]] = [[] for _ in self.samples]
-        for name, future in zip(self.names, self.futures, strict=True):
-            for index, outcome in enumerate(self._values(name, future)):
+        for index, name in enumerate(self.names):
+            for sample, outcome in enumerate(self._outcomes(index)):
+                parts[sample][name] = 0.0 if isinstance(outcome, str) else outcome
                 if isinstance(outcome, str):
-                    parts[index][name] = 0.0
-                    failures[index].append(outcome)
-                else:
-                    parts[index][name] = outcome
+                    failures[sample].append(outcome)
         return tuple(
             Score(self._total(part), part, tuple(failed)) for part, failed in zip(parts, failures, strict=True)
         )
@@ -123,144 +162,63 @@ class PendingScores:
     def _total(self, part: Mapping[str, Value]) -> float:
         weights = [function.weight for function in self.config.functions]
         values = zip(weights, (part[name] for name in self.names), strict=True)
-        return sum(weight * value for weight, value in values if value is not None)
+        return sum((weight * value for weight, value in values if value is not None), 0.0)
 
-    def _values(self, name: str, future: "Future[list[Value]]") -> list[Value | str]:
-        """Each sample's value, or what went wrong with it."""
-        count = len(self.samples)
+    def _outcomes(self, index: int) -> list[Outcome]:
+        """Each sample's value, or the message about what went wrong with it."""
         try:
-            values = future.result()
-        except Exception as error:  # whatever the user's function raises
-            reason = str(error) if isinstance(error, RewardError | WorkerError) else f"raised {_summary(error)}"
-            return [self._failed(name, sample, reason, error) for sample in self.samples]
-        checked: list[Value | str] = []
-        for sample, value in zip(self.samples, values, strict=True):
-            broken = value is not None and not math.isfinite(value)
-            checked.append(self._failed(name, sample, f"returned {value}, which is not finite") if broken else value)
-        assert len(checked) == count
+            outcomes = self.futures[index].result()
+        except ConfigError:
+            raise
+        except Exception as error:  # the user's function, or a column's class while the worker reads it
+            reason = self._reason(error)
+            if self.config.on_error == "error":
+                raise self._error(index, self.samples, reason) from error
+            return [self._message(index, [sample], reason) for sample in self.samples]
+        checked: list[Outcome] = []
+        for sample, outcome in zip(self.samples, outcomes, strict=True):
+            problem = self._problem(index, outcome)
+            if problem is not None and self.config.on_error == "error":
+                raise self._error(index, [sample], problem)
+            checked.append(outcome if problem is None else self._message(index, [sample], problem))
         return checked
 
-    def _failed(self, name: str, sample: Sample, reason: str, cause: Exception | None = None) -> str:
-        text = sample.text if len(sample.text) <= SHOWN_CHARACTERS else sample.text[:SHOWN_CHARACTERS] + "..."
-        message = f"reward function {name!r}, {self.prompt.source}, sample {sample.sample} ({text!r}): {reason}"
-        if self.config.on_error == "error":
-            remedy = 'mend the function, or set reward.on_error = "zero" to count such samples as 0'
-            raise RewardError(f"{message}; {remedy}") from cause
-        return message
+    def _problem(self, index: int, outcome: Outcome) -> str | None:
+        if outcome is None or isinstance(outcome, str):
+            return outcome
+        largest = abs(outcome) * max(1.0, abs(self.config.functions[index].weight))
+        limit = f"{LARGEST_VALUE:g}, above which nothing can be learned"
+        return f"returned {outcome:g}; with its weight that exceeds {limit}" if largest > LARGEST_VALUE else None
 
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, WorkerTimeoutError):
+            return f"took more than {self.config.timeout_s:g} s; make it faster, or raise reward.timeout_s"
+        if isinstance(error, WorkerError):
+            return f"ended its process: {error}"
+        known = isinstance(error, RollplexError)
+        return str(error) if known else f"could not be given its columns: {type(error).__name__}: {error}"
 
-def check_reward(name: str) -> None:
-    """Load a function; in a worker, so that the user's imports do not reach the run's own process."""
-    load_reward(name)
+    def _message(self, index: int, samples: Sequence[Sample], reason: str) -> str:
+        name, function = self.names[index], self.config.functions[index]
+        which = repr(name) if name == function.name else f"{name!r} ({function.function})"
+        who = f"samples {', '.join(str(sample.sample) for sample in samples)}"
+        if len(samples) == 1:
+            text = samples[0].text
+            shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+            who = f"sample {samples[0].sample} ({shown!r})"
+        return f"reward function {which}, {self.prompt.source}, {who}: {reason}"
 
-
-def call_reward(
-    name: str, kwargs: Mapping[str, Any], content: Any, completions: Sequence[str], ids: Sequence[list[int]],
-    columns: Mapping[str, Any],
-) -> list[Value]:  # fmt: skip
-    """Call one function on some responses to one prompt, in a worker; one value per response."""
-    function, count = load_reward(name), len(completions)
-    as_chat = not isinstance(content, str)
-    arguments: dict[str, Any] = {
-        "prompts": [content] * count,
-        "completions": [[{"role": "assistant", "content": text}] if as_chat else text for text in completions],
-        "completion_ids": list(ids),
-        **{column: [value] * count for column, value in columns.items() if column not in ("prompts", "completions")},
-        **kwargs,
-    }
-    values = function(**_accepted(function, arguments))
-    if inspect.isawaitable(values):
-        values = asyncio.run(_awaited(values))
-    return _as_values(values, count)
-
-
-@cache
-def load_reward(name: str) -> RewardCallable:
-    """A built-in by name, `package.module:function`, or `path/to/file.py:function`.
-
-    Raises:
-        ConfigError: there is no such file, module or function; it is no function; or its module fails to load.
-    """
-    owner, separator, attribute = name.rpartition(":")
-    if not separator:
-        if name in builtin_rewards.__all__:
-            return getattr(builtin_rewards, name)  # type: ignore[no-any-return]
-        known = ", ".join(builtin_rewards.__all__)
-        raise ConfigError(
-            f"reward.functions: {name!r} is no built-in ({known}); write package.module:function or file.py:function"
-        )
-    module = _load_file(name, Path(owner)) if owner.endswith(".py") else _load_module(name, owner)
-    function = getattr(module, attribute, None)
-    if function is None:
-        raise ConfigError(f"reward.functions: {name!r}: {owner} has no {attribute!r}; check the name after the colon")
-    if not callable(function):
-        raise ConfigError(f"reward.functions: {name!r} is a {type(function).__name__}; name a function")
-    return function  # type: ignore[no-any-return]
-
-
-def _load_file(name: str, path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"reward.functions: {name!r}: there is no file {str(path)!r} (relative to {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"rollplex_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's code
-        raise ConfigError(f"reward.functions: {name!r}: {path} fails to load: {_summary(error)}") from error
-    return module
-
-
-def _load_module(name: str, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # the user's code, or no such module
-        raise ConfigError(f"reward.functions: {name!r}: module {module!r} fails to load: {_summary(error)}") from error
-
-
-def _accepted(function: RewardCallable, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function without **kwargs names; all of them for one that has it."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return dict(arguments)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(arguments)
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in arguments.items() if name in names}
-
-
-async def _awaited(values: Any) -> Any:
-    return await values
-
-
-def _as_values(values: Any, count: int) -> list[Value]:
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__iter__"):
-        raise RewardError(f"returned {type(values).__name__}; return a list of {count} numbers")
-    items = list(values)
-    if len(items) != count:
-        raise RewardError(f"returned {len(items)} values for {count} completions; return one number for each")
-    numbers: list[Value] = []
-    for item in items:
-        if item is None:
-            numbers.append(None)
-            continue
-        try:
-            if isinstance(item, str | bytes):
-                raise TypeError("text is no number")
-            numbers.append(float(item))
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"returned {item!r} for a completion; return a number or None") from error
-    return numbers
-
-
-def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    def _error(self, index: int, samples: Sequence[Sample], reason: str) -> RewardError:
+        remedy = 'mend the function, or set reward.on_error = "zero" to count such samples as 0'
+        return RewardError(f"{self._message(index, samples, reason)}; {remedy}")
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
     names: list[str] = []
     for function in functions:
-        repeats = sum(other.name == function.name for other in functions[: len(names)])
-        names.append(f"{function.name}_{repeats + 1}" if repeats else function.name)
+        name, repeat = function.name, 1
+        while name in names or name in _METRICS:
+            repeat += 1
+            name = f"{function.name}_{repeat}"
+        names.append(name)
     return tuple(names)

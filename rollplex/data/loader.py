@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollplex.config import Config
-from rollplex.data.prompts import FileFinding, Finding, PromptSpec, examine, make_prompt, measure_files
+from rollplex.data.prompts import FileFinding, Finding, PromptSpec, examine, make_prompt, measure_files, parse
 from rollplex.data.rows import RawRow, Rows, open_rows
 from rollplex.errors import ConfigError, DataError, WorkerError
 from rollplex.pool import WorkerPool
@@ -58,6 +58,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self._good)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The first row's columns, as reward functions get them."""
+        return tuple(parse(self.spec, self.row(0)).columns)
 
     def row(self, index: int) -> RawRow:
         """The stored row at this index among the good ones."""

@@ -154,12 +154,12 @@ class Processor:
         """
         if isinstance(content, str) and not self.spec.chat_template:
             parts = self._parts(content)
-            encoded = self.tokenizer.encode("".join(self._raw(part) for part in parts))
+            encoded = self.tokenizer.encode(_unicode("".join(self._raw(part) for part in parts)))
             num_marks = sum(part["type"] == "image" for part in parts)
         else:
             messages = self._conversation(content)
             num_marks = sum(count_marks(message) for message in messages)
-            encoded = self.tokenizer.encode(self._render(messages), add_special_tokens=False)
+            encoded = self.tokenizer.encode(_unicode(self._render(messages)), add_special_tokens=False)
         ids = np.asarray(encoded, dtype=np.int64)
         num_placeholders = int((ids == self.image_token_id).sum())
         if num_placeholders != num_marks:
@@ -315,6 +315,16 @@ def count_marks(message: Message) -> int:
     items = [item for item in content if isinstance(item, Mapping)] if isinstance(content, list) else []
     texts = [item["text"] for item in items if isinstance(item.get("text"), str)]
     return len([item for item in items if item.get("type") == "image"]) + sum(map(_marks_in, texts))
+
+
+def _unicode(text: str) -> str:
+    """The text, which JSON may have given half of a character pair: tokenizers take no such thing."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        lone = text[error.start]
+        raise DataError(f"the text holds {lone!r}, half of a character pair; mend what wrote it, or drop it") from error
+    return text
 
 
 def _marks_in(text: str) -> int:
