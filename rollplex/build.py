@@ -19,6 +19,7 @@ from rollplex.data import BadRow, Dataset, PromptLoader, eval_prompts, load_data
 from rollplex.errors import CheckpointError
 from rollplex.models.load import load_model
 from rollplex.models.processor import Processor
+from rollplex.models.vlm import VisionLanguageModel
 from rollplex.phases.run import RUNNERS
 from rollplex.pool import WorkerPool
 from rollplex.rollout.engine import Engine, Vocabulary
@@ -143,7 +144,7 @@ def build_workers(
     """
     dtype = getattr(torch, config.model.dtype)
     temperature = config.rollout.temperature
-    model = load_model(str(checkpoint / MODEL) if checkpoint else config.model.path, dtype, device)
+    model = _load_policy(config, checkpoint, dtype, device)
     policy = Policy(
         model, config.train, temperature,
         train_vision=config.model.train_vision, entropy_gradient=config.algo.entropy_coefficient != 0.0,
@@ -152,6 +153,17 @@ def build_workers(
     vocabulary = read_vocabulary(processor, model.decoder.config.vocab_size)
     engine = Engine(model, vocabulary, config.rollout, config.run.seed)
     return Workers(policy, _build_reference(config, policy, device), engine, rewards), state
+
+
+def _load_policy(
+    config: Config, checkpoint: Path | None, dtype: torch.dtype, device: torch.device
+) -> VisionLanguageModel:
+    if checkpoint is None:
+        return load_model(config.model.path, dtype, device)
+    try:
+        return load_model(str(checkpoint / MODEL), dtype, device)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; or remove {checkpoint} to go on from an older checkpoint") from error
 
 
 def read_vocabulary(processor: Processor, vocab_size: int) -> Vocabulary:

@@ -360,9 +360,7 @@ def _describe(item: Any) -> str:
         return f"{field} = {item['input']!r}: unknown field; check the spelling (docs/recipes.md lists every field)"
     if item["type"] == "string_type" and not isinstance(item["input"], list | dict):
         quoted = f"'{field}=\"{item['input']}\"'"
-        return (
-            f"{field} = {item['input']!r}: text is needed: a string; quote what looks like a number or date: {quoted}"
-        )
+        return f"{field} = {item['input']!r}: a string is needed; quote what looks like a number or date: {quoted}"
     message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     return f"{field} = {item['input']!r}: {message}" if field else message

@@ -1,30 +1,41 @@
 """A run, from its recipe to its last checkpoint: data -> step -> log -> checkpoint -> evaluate.
 
 Everything that can be wrong with the user's input is found before the weights are loaded: reward functions, tokenizer,
-every row of the data. Ctrl-C (or SIGTERM) ends the run after the present step, with a checkpoint; a second one at once.
+every row of the data. Ctrl-C (or SIGTERM, or the terminal's end) ends the run after the present step, with a
+checkpoint; a second one at once. A step that fails, because of a reward function for example, loses no step before it.
 """
 
+import shutil
 import signal
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from rollplex.algo.reward import RewardWorkers
 from rollplex.build import Data, Runtime, build_workers, read_data
 from rollplex.config import Config
+from rollplex.errors import CapacityError, ConfigError, NumericsError
 from rollplex.gpu.device import describe, select_device
 from rollplex.metrics import reward_metrics, sample_rows, training_metrics
 from rollplex.models.processor import ProcessorSpec, load_processor
 from rollplex.pool import WorkerPool
 from rollplex.rundir import RunDirectory
 from rollplex.trace import Trace
-from rollplex.train.checkpoint import TrainingState, save_training
+from rollplex.train.checkpoint import TrainingState, checkpoint_bytes, save_training
 from rollplex.viewer.live import LiveDisplay
 
+_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of torch's RuntimeError when a CPU has no memory left; there is no class of its own for it."""
+_REMEDY = (
+    "lower rollout.num_blocks or rollout.max_batch_samples (K/V of responses), train.microbatch_tokens, "
+    "train.logprob_chunk_tokens, train.prompts_per_step (kept prefixes) or data.max_pixels"
+)
 WARNINGS_PER_STEP = 3
 """Failed rewards shown in full; samples.jsonl has all of them."""
 
@@ -45,6 +56,7 @@ def train(config: Config) -> Summary:
         RollplexError: bad input, named; nothing that the directory holds is lost.
     """
     with ExitStack() as stack:
+        stack.enter_context(_memory_explained())
         device = select_device(config.run.device)
         directory = stack.enter_context(RunDirectory.open(config.run.directory, config, config.run.resume))
         checkpoint = directory.newest_checkpoint()
@@ -62,6 +74,7 @@ def train(config: Config) -> Summary:
             directory.log_bad_rows(split, [(row.source, row.reason) for row in rows])
         display.phase("loading weights")
         workers, state = build_workers(config, processor, rewards, device, checkpoint.path if checkpoint else None)
+        _require_room(directory.path, checkpoint_bytes(workers.policy))
         directory.rewind(state.step)
         return _Run(config, Runtime(config, workers), data, directory, display, state).execute()
 
@@ -88,7 +101,8 @@ class _Run:
                 self._train()
                 last = self._state.step == steps
                 if last or _due(self._state.step, self._config.eval.every_steps):
-                    self._evaluate()
+                    with self._rescue():
+                        self._evaluate()
                 if last or self._interrupted or _due(self._state.step, self._config.run.checkpoint_every_steps):
                     self._save()
         self._display.finish(self._directory.describe())
@@ -97,9 +111,10 @@ class _Run:
     def _train(self) -> None:
         number, trace, asked = self._state.step, Trace(on_span=self._phase), time.perf_counter()
         self._display.phase("waiting for data")
-        prompts = next(self._data.batches)
-        start = time.perf_counter()
-        step = self._runtime.train(prompts, number, trace)
+        with self._rescue():
+            prompts = next(self._data.batches)
+            start = time.perf_counter()
+            step = self._runtime.train(prompts, number, trace)
         metrics = training_metrics(step, trace, time.perf_counter() - start)
         metrics["time/data_wait"] = start - asked
         skipped = sum(update.skipped for update in step.updates)
@@ -140,11 +155,29 @@ class _Run:
         if not totals:
             return
         self._display.progress("evaluating", done, done)
-        names = [name for name in totals[0] if not name.startswith(("groups_", "reward/std"))]
+        # A function that does not apply to one prompt may apply to the next: totals have different names.
+        all_names = dict.fromkeys(name for total in totals for name in total)
+        names = [name for name in all_names if not name.startswith(("groups_", "reward/std"))]
         means = {f"eval/{name}": statistics.fmean(total[name] for total in totals if name in total) for name in names}
         means["eval/reward/failures"] *= done
+        means["eval/response/length_max"] = max(total["response/length_max"] for total in totals)
         self._directory.log(step, "eval", {**means, "eval/prompts": float(done)})
         self._display.message(f"step {step}: held-out reward {means['eval/reward/mean']:.4f} on {done} prompts")
+
+    @contextmanager
+    def _rescue(self) -> Iterator[None]:
+        """If the body fails, save the steps before it; not weights that it has changed, or that may be the cause."""
+        try:
+            yield
+        except Exception as error:
+            unchanged = self._runtime.workers.policy.version == self._state.version
+            if unchanged and self._state.step and not isinstance(error, NumericsError):
+                with suppress(Exception):  # the first error is the one to report
+                    newest = self._directory.newest_checkpoint()
+                    if newest is None or newest.step < self._state.step:
+                        self._save()
+                    self._display.warn(f"this step failed; the {self._state.step} before it are in a checkpoint")
+            raise
 
     def _save(self) -> None:
         self._display.phase("checkpoint")
@@ -156,9 +189,31 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+def _require_room(directory: Path, num_bytes: int) -> None:
+    """Refuse a run whose checkpoint would have no room, before there is anything to lose."""
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise ConfigError(
+            f"run.directory = {str(directory)!r}: a checkpoint takes {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB "
+            "are free there; make room, or use a directory on another disk"
+        )
+
+
+@contextmanager
+def _memory_explained() -> Iterator[None]:
+    """Name the fields that decide about memory when there is too little."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error) or repr(error)
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _ALLOCATOR not in text:
+            raise
+        raise CapacityError(f"out of memory: {text.splitlines()[0]}; {_REMEDY}") from error
+
+
 @contextmanager
 def _interruption() -> Iterator[list[int]]:
-    """A list that stays empty until SIGINT or SIGTERM; the second SIGINT raises KeyboardInterrupt."""
+    """A list that stays empty until SIGINT, SIGTERM or SIGHUP; the second SIGINT raises KeyboardInterrupt."""
     received: list[int] = []
 
     def receive(number: int, _: FrameType | None) -> None:
@@ -166,7 +221,10 @@ def _interruption() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    previous = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run shall outlive its terminal
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received
     finally:

@@ -41,7 +41,7 @@ def with_field(field: str, value: object) -> dict[str, Any]:
     [
         ("model.dtype", "float16", "'bfloat16' or 'float32'"),
         ("model.train_vision", "perhaps", "boolean"),
-        ("model.path", 12, """a string; quote what looks like a number or date: 'model.path="12"'"""),
+        ("model.path", 12, """a string is needed; quote what looks like a number or date: 'model.path="12"'"""),
         ("model.path", ["a"], "string"),
         ("model.path", "", "at least 1 character"),
         ("run.directory", "", "at least 1 character"),
@@ -251,6 +251,7 @@ def test_a_misspelt_override_is_refused(recipe: Path, override: str) -> None:
 # TOML and back
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+places = texts.filter(bool)
 numbers = st.floats(1e-9, 1e3)
 decays = st.floats(0.0, 0.999)
 scalars = texts | st.integers(-(2**40), 2**40) | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
@@ -264,8 +265,8 @@ def section(required: dict[str, Any], **optional: st.SearchStrategy[Any]) -> st.
 
 sections = section(
     {
-        "model": section({"path": texts}, reference=st.none() | texts, train_vision=st.booleans()),
-        "data": section({"train": texts, "eval": st.none() | texts}, system_prompt=st.none() | texts),
+        "model": section({"path": places}, reference=st.none() | places, train_vision=st.booleans()),
+        "data": section({"train": places, "eval": st.none() | places}, system_prompt=st.none() | texts),
     },
     rollout=section(
         {},
@@ -279,7 +280,7 @@ sections = section(
     algo=section({}, kl_coefficient=numbers, clip_high=numbers, epochs=st.integers(1, 9)),
     reward=section({"functions": st.lists(functions, min_size=1, max_size=3)}),
     train=section({}, learning_rate=numbers, betas=st.tuples(decays, decays)),
-    run=section({}, seed=st.integers(0, 2**31 - 1), directory=texts),
+    run=section({}, seed=st.integers(0, 2**31 - 1), directory=places),
 )
 
 

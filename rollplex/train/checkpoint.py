@@ -44,6 +44,12 @@ def save_training(directory: Path, policy: Policy, state: TrainingState, source:
         os.fsync(file.fileno())
 
 
+def checkpoint_bytes(policy: Policy) -> int:
+    """Size of what save_training writes, but for a few small files."""
+    tensors = [*policy.model.parameters(), *policy.optimizer.state().values()]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def load_state(directory: Path) -> TrainingState:
     """Where the checkpoint's run stood; raises CheckpointError naming the file."""
     path = directory / _STATE
