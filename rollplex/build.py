@@ -16,9 +16,10 @@ import torch
 from rollplex.algo.reward import RewardWorkers
 from rollplex.config import Config
 from rollplex.data import BadRow, Dataset, PromptLoader, eval_prompts, load_dataset
-from rollplex.errors import CheckpointError
+from rollplex.errors import CheckpointError, ConfigError
 from rollplex.models.load import load_model
 from rollplex.models.processor import Processor
+from rollplex.models.qwen_vl import QwenVL
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.phases.run import RUNNERS
 from rollplex.pool import WorkerPool
@@ -150,7 +151,7 @@ def build_workers(
         train_vision=config.model.train_vision, entropy_gradient=config.algo.entropy_coefficient != 0.0,
     )  # fmt: skip
     state = restore_training(checkpoint, policy) if checkpoint else TrainingState(0, 0, 0)
-    vocabulary = read_vocabulary(processor, model.decoder.config.vocab_size)
+    vocabulary = read_vocabulary(processor)
     engine = Engine(model, vocabulary, config.rollout, config.run.seed)
     return Workers(policy, _build_reference(config, policy, device), engine, rewards), state
 
@@ -166,9 +167,31 @@ def _load_policy(
         raise CheckpointError(f"{error}; or remove {checkpoint} to go on from an older checkpoint") from error
 
 
-def read_vocabulary(processor: Processor, vocab_size: int) -> Vocabulary:
+def check_model(config: Config, processor: Processor) -> None:
+    """Find what is wrong with the checkpoint's configuration before every row of the data is read.
+
+    Raises:
+        CheckpointError: the model is not supported, or its tokenizer does not fit it.
+        ConfigError: a stop that no response can have.
+    """
+    vocabulary, rollout = read_vocabulary(processor), config.rollout
+    for token in rollout.stop_token_ids:
+        if token >= vocabulary.num_ids:
+            raise ConfigError(
+                f"rollout.stop_token_ids: the tokenizer has no id {token}; its ids are 0 to {vocabulary.num_ids - 1}"
+            )
+    for text in rollout.stop_strings:
+        ids = processor.tokenizer.encode(text, add_special_tokens=False)
+        if text not in vocabulary.decode(ids):
+            raise ConfigError(
+                f"rollout.stop_strings: {text!r} is or holds a special token, which a response's text leaves out; "
+                f"use rollout.stop_token_ids, here {ids}"
+            )
+
+
+def read_vocabulary(processor: Processor) -> Vocabulary:
     """Stop ids, number of ids, and decoding; refuses a tokenizer larger than the embedding table."""
-    num_ids = len(processor.tokenizer)
+    num_ids, vocab_size = len(processor.tokenizer), QwenVL(processor.config).decoder_config.vocab_size
     if num_ids > vocab_size:
         raise CheckpointError(
             f"the tokenizer has {num_ids} tokens and the embedding table {vocab_size} rows: "

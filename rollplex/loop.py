@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 
 from rollplex.algo.reward import RewardWorkers
-from rollplex.build import Data, Runtime, build_workers, read_data
+from rollplex.build import Data, Runtime, build_workers, check_model, read_data
 from rollplex.config import Config
 from rollplex.errors import CapacityError, ConfigError, NumericsError
 from rollplex.gpu.device import describe, select_device
@@ -64,6 +64,7 @@ def train(config: Config) -> Summary:
         display = stack.enter_context(LiveDisplay(config.train.steps, start, config.run.directory))
         display.message(f"device: {describe(device)}")
         processor = load_processor(ProcessorSpec.from_config(config))
+        check_model(config, processor)
         rewards = stack.enter_context(RewardWorkers(config.reward))
         rewards.check()
         pool = stack.enter_context(WorkerPool(config.data.num_workers))
@@ -147,7 +148,7 @@ class _Run:
         step, done, totals = self._state.step, 0, list[dict[str, float]]()
         for prompts in self._data.held_out():
             self._display.progress("evaluating", done, self._data.num_held_out)
-            groups = self._runtime.evaluate(prompts, step, Trace()).groups
+            groups = self._runtime.evaluate(prompts, step, Trace(on_span=self._phase)).groups
             done += len(prompts)
             totals += [reward_metrics([group]) for group in groups]
             if self._config.run.save_samples:

@@ -316,7 +316,7 @@ def _explained(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
-            why = f"{error.filename} is a file, not a directory"
+            why = f"{error.filename} is a file, or inside of one, not a directory"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             why = "no space is left there"
         else:

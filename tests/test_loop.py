@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from rollplex import loop
 from rollplex.bench.resume import compare_runs, write_recipe
 from rollplex.config import Config, load_config
-from rollplex.errors import CheckpointError, ConfigError, DataError, RollplexError
+from rollplex.errors import CapacityError, CheckpointError, ConfigError, DataError, RewardError, RollplexError
 from rollplex.models.load import load_model, named_hf_tensors
 
 
@@ -116,6 +116,77 @@ def test_a_reference_of_another_vocabulary_is_refused(recipe: Path) -> None:
         loop.train(configured(recipe, "run", f'model.reference="{Path(values["model"]["path"]).parent}"'))
 
 
+def test_a_failed_step_loses_no_step_before_it(recipe: Path) -> None:
+    """With the default, which is no checkpoint before the end."""
+    reward = recipe.parent / "failing.py"
+    reward.write_text(_FAILING.format(count=recipe.parent / "count"), encoding="utf-8")
+    options = (f"reward.functions={reward}:failing", "run.checkpoint_every_steps=0", "train.steps=3")
+    with pytest.raises(RewardError, match=r"'failing'.*no more"):
+        loop.train(configured(recipe, "run", *options))
+    run = recipe.parent / "run"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000002"]
+    (recipe.parent / "count").unlink()
+    summary = loop.train(configured(recipe, "run", *options))
+    assert (summary.step, summary.complete) == (3, True)
+    assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_failed_first_step_leaves_no_checkpoint(recipe: Path) -> None:
+    reward = recipe.parent / "failing.py"
+    reward.write_text("def failing(completions, **columns):\n    raise KeyError('never')\n", encoding="utf-8")
+    with pytest.raises(RewardError, match="never"):
+        loop.train(configured(recipe, "run", f"reward.functions={reward}:failing"))
+    assert not (recipe.parent / "run" / "checkpoints").exists()
+
+
+def test_held_out_metrics_name_every_function_and_the_longest_response(recipe: Path) -> None:
+    reward = recipe.parent / "some.py"
+    reward.write_text(_SOME, encoding="utf-8")
+    held_out = f'data.eval="{recipe.parent / "train.jsonl"}"'
+    options = ("rollout.max_new_tokens=40", "eval.max_prompts=9", "eval.temperature=2.0", "train.steps=1")
+    run = loop.train(configured(recipe, "run", f"reward.functions={reward}:some", held_out, *options)).directory
+    samples = [row for row in rows(run / "samples.jsonl") if row["kind"] == "eval" and row["step"] == 0]
+    first = rows(run / "metrics.jsonl")[0]
+    assert samples[0]["rewards"] == {"some": None} and len({row["tokens"] for row in samples}) > 1
+    assert first["eval/reward/some"] == 1.0
+    assert first["eval/response/length_max"] == max(row["tokens"] for row in samples)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("rollout.num_blocks=100000000000", CapacityError, "out of memory.*lower rollout.num_blocks"),
+        ("rollout.stop_token_ids=[100000]", ConfigError, "no id 100000"),
+        ("rollout.stop_strings=['</a>', '<|im_end|>']", ConfigError, r"'<\|im_end\|>'.*rollout.stop_token_ids, here"),
+    ],
+)
+def test_what_a_run_cannot_have_is_refused(
+    recipe: Path, override: str, error: type[RollplexError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        loop.train(configured(recipe, "run", override))
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_at_once(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "checkpoint_bytes", lambda policy: 2**60)
+    with pytest.raises(ConfigError, match=r"run.directory.*a checkpoint takes 1152921504.61 GB.*make room"):
+        loop.train(configured(recipe, "run"))
+
+
+def test_signals_that_ask_to_stop_are_noted_and_nohup_is_respected() -> None:
+    with loop._interruption() as received:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            assert received.pop() == number
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with loop._interruption() as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert not received
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on_from_there(recipe: Path) -> None:
     directory = recipe.parent / "run"
     command = [sys.executable, "-m", "rollplex.cli", "train", str(recipe), f'run.directory="{directory}"']
@@ -134,6 +205,23 @@ def test_ctrl_c_ends_with_a_checkpoint_and_the_run_goes_on_from_there(recipe: Pa
     assert "goes on from there" in output
     resumed = loop.train(load_config(recipe, [f'run.directory="{directory}"', f"train.steps={done + 1}"]))
     assert resumed.step == done + 1
+
+
+_FAILING = '''"""Fails in the third step of 5 x 4 samples."""
+import os
+
+
+def failing(completions, **columns):
+    with open("{count}", "a") as file:
+        file.write("x")
+    if os.path.getsize("{count}") > 45:
+        raise ValueError("no more")
+    return [float(len(text)) for text in completions]
+'''
+
+_SOME = """def some(completions, prompts, **columns):
+    return [None if "number 0?" in str(prompt) else 1.0 for prompt in prompts]
+"""
 
 
 def rows_so_far(directory: Path) -> int:

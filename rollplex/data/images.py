@@ -27,12 +27,12 @@ Stored = str | bytes | PIL.Image.Image
 
 
 def list_images(value: Any) -> list[Any]:
-    """A column's value as a list of image values; None is no image."""
+    """A column's value as a list of image values; None is no image, in a list neither."""
     if value is None:
         return []
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    return [item for item in value if item is not None] if isinstance(value, (list, tuple)) else [value]
 
 
 def find_image(value: Any, folder: str) -> Stored:

@@ -11,6 +11,7 @@ knows no data file, no column and no path of an image: those are `rollplex.data`
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -90,8 +91,8 @@ class Processor:
         self.template = _chat_template(spec.checkpoint) or self.tokenizer.chat_template
         self.image_processor = _image_processor(spec)
         self.image_token_id, self.video_token_id, start_id, end_id = _vision_ids(self.config, spec.checkpoint)
-        names = self.tokenizer.convert_ids_to_tokens([self.image_token_id, self.video_token_id, start_id, end_id])
-        self._image_token, self._video_token, self._vision_start, self._vision_end = (str(name) for name in names)
+        names = [self._special_token(token) for token in (self.image_token_id, self.video_token_id, start_id, end_id)]
+        self._image_token, self._video_token, self._vision_start, self._vision_end = names
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -215,6 +216,15 @@ class Processor:
         with torch.device("meta"):
             return AutoModel.from_config(config)
 
+    def _special_token(self, token: int) -> str:
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # transformers makes an empty tokenizer where there are no files
+            raise CheckpointError(
+                f"model.path = {self.spec.checkpoint!r}: its tokenizer has no token {token}, which config.json names "
+                "for images or videos; copy the tokenizer files of the checkpoint that it comes from"
+            )
+        return str(name)
+
     def _conversation(self, content: str | Sequence[Message]) -> list[Message]:
         """Messages as the chat template takes them: images as items, the system prompt in front."""
         given: Sequence[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -335,7 +345,13 @@ def _load(kind: Any, checkpoint: str, what: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(checkpoint, **options)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"model.path = {checkpoint!r}: no usable {what}: {error}") from error
+        path = Path(checkpoint)
+        if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
+            why = "is neither a directory nor a hub name (owner/name)"
+            raise CheckpointError(f"model.path = {checkpoint!r} {why}") from None
+        inner = path / "model"
+        hint = f"; did you mean {str(inner)!r}?" if (inner / "config.json").is_file() else ""
+        raise CheckpointError(f"model.path = {checkpoint!r}: no usable {what}: {error}{hint}") from error
 
 
 def _image_processor(spec: ProcessorSpec) -> Any:

@@ -83,7 +83,8 @@ def test_garbage_is_no_image() -> None:
 
 
 def test_one_image_or_a_list(picture: Any) -> None:
-    assert list_images(None) == []
+    assert list_images(None) == list_images([None]) == []
+    assert list_images([None, "a", None]) == ["a"]
     assert list_images("a.png") == ["a.png"]
     assert list_images(("a", "b")) == ["a", "b"]
     objects = np.empty(2, dtype=object)

@@ -193,6 +193,8 @@ def test_a_started_answer_goes_on(processor: Processor) -> None:
         ("See <|image_pad|>", "special token"),
         ("See <|video_pad|>", "special token"),
         ("See <video>", "video is not supported"),
+        ("See \ud83d", "half of a character pair"),
+        ([{"role": "user", "content": [{"type": "text", "text": "\ude00"}]}], "half of a character pair"),
         ([], "no messages"),
         ([{"role": "user"}], "no content"),
         ([{"content": "x"}], "no role"),
@@ -256,12 +258,25 @@ def test_equal_pictures_have_equal_keys(processor: Processor) -> None:
 
 
 def test_missing_files_and_text_models_are_checkpoint_errors(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no usable"):
-        Processor(ProcessorSpec(str(tmp_path / "nowhere")))
+    for place in (tmp_path / "nowhere", checkpoint / "config.json"):
+        with pytest.raises(CheckpointError, match="neither a directory nor a hub name"):
+            Processor(ProcessorSpec(str(place)))
+    (tmp_path / "step").mkdir()
+    write_processor_checkpoint(tmp_path / "step" / "model")
+    with pytest.raises(CheckpointError, match=r"no usable .* did you mean '.*step/model'\?"):
+        Processor(ProcessorSpec(str(tmp_path / "step")))
     text_only = write_processor_checkpoint(tmp_path / "text")
     (text_only / "config.json").write_text(json.dumps({"model_type": "qwen2"}), encoding="utf-8")
     with pytest.raises(CheckpointError, match="image_token_id"):
         Processor(ProcessorSpec(str(text_only)))
+
+
+def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_processor_checkpoint(tmp_path / "checkpoint")
+    for path in checkpoint.glob("tok*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="its tokenizer has no token"):
+        Processor(ProcessorSpec(str(checkpoint)))
 
 
 def test_spec_travels() -> None:
