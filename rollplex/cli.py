@@ -35,11 +35,21 @@ def train(
 
 def main() -> None:
     """Entry point of `rollplex`."""
+    _fill_standard_streams()
     try:
         app()
     except RollplexError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+
+
+def _fill_standard_streams() -> None:
+    """Started without standard streams, as some schedulers do, a process would give their numbers to its files."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
 
 
 if __name__ == "__main__":

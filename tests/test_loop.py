@@ -224,5 +224,11 @@ _SOME = """def some(completions, prompts, **columns):
 """
 
 
+def test_a_run_needs_no_standard_streams(recipe: Path) -> None:
+    command = f"{sys.executable} -m rollplex.cli train {recipe} train.steps=1 run.directory={recipe.parent / 'run'}"
+    assert subprocess.run(f"exec {command} <&- >&- 2>&-", shell=True, timeout=60, check=False).returncode == 0
+    assert rows_so_far(recipe.parent / "run") == 1
+
+
 def rows_so_far(directory: Path) -> int:
     return (directory / "metrics.jsonl").read_text().count("\n")

@@ -86,6 +86,12 @@ class Processor:
 
     def __init__(self, spec: ProcessorSpec) -> None:
         self.spec = spec
+        if not Path(spec.checkpoint).is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", spec.checkpoint):
+            # transformers would ask the hub for it, again and again
+            raise CheckpointError(
+                f"model.path = {spec.checkpoint!r} is neither a directory (looked from {Path.cwd()}) nor a hub name "
+                "(owner/name)"
+            )
         self.config = _load(AutoConfig, spec.checkpoint, "config.json")
         self.tokenizer = _load(AutoTokenizer, spec.checkpoint, "tokenizer")
         self.template = _chat_template(spec.checkpoint) or self.tokenizer.chat_template
@@ -345,11 +351,7 @@ def _load(kind: Any, checkpoint: str, what: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(checkpoint, **options)
     except (OSError, ValueError, KeyError) as error:
-        path = Path(checkpoint)
-        if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
-            why = "is neither a directory nor a hub name (owner/name)"
-            raise CheckpointError(f"model.path = {checkpoint!r} {why}") from None
-        inner = path / "model"
+        inner = Path(checkpoint) / "model"
         hint = f"; did you mean {str(inner)!r}?" if (inner / "config.json").is_file() else ""
         raise CheckpointError(f"model.path = {checkpoint!r}: no usable {what}: {error}{hint}") from error
 
