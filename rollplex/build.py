@@ -5,7 +5,8 @@
 It decides which stages a step has; step.py says what they do.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from rollplex.algo.reward import RewardWorkers
 from rollplex.config import Config
 from rollplex.data import BadRow, Dataset, PromptLoader, eval_prompts, load_dataset
-from rollplex.errors import CheckpointError, ConfigError
+from rollplex.errors import CapacityError, CheckpointError, ConfigError
 from rollplex.models.load import load_model
 from rollplex.models.processor import Processor
 from rollplex.models.qwen_vl import QwenVL
@@ -41,6 +42,12 @@ from rollplex.train.policy import Policy, Scorer
 from rollplex.types import Prompt
 
 SPLITS: tuple[Literal["train"], Literal["eval"]] = ("train", "eval")
+_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of torch's RuntimeError when a CPU has no memory left; there is no class of its own for it."""
+_REMEDY = (
+    "lower rollout.num_blocks or rollout.max_batch_samples (K/V of responses), train.microbatch_tokens, "
+    "train.logprob_chunk_tokens, train.prompts_per_step (kept prefixes) or data.max_pixels"
+)
 EVALUATION_NOISE = 2**31
 """Added to the step number that keys the noise, so that evaluation draws none of training's."""
 
@@ -165,6 +172,18 @@ def _load_policy(
         return load_model(str(checkpoint / MODEL), dtype, device)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; or remove {checkpoint} to go on from an older checkpoint") from error
+
+
+@contextmanager
+def memory_explained() -> Iterator[None]:
+    """Name the fields that decide about memory when there is too little."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error) or repr(error)
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _ALLOCATOR not in text:
+            raise
+        raise CapacityError(f"out of memory: {text.splitlines()[0]}; {_REMEDY}") from error
 
 
 def check_model(config: Config, processor: Processor) -> None:

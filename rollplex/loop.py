@@ -2,12 +2,10 @@
 
 Everything that can be wrong with the user's input is found before the weights are loaded: reward functions, tokenizer,
 every row of the data. Ctrl-C (or SIGTERM, or the terminal's end) ends the run after the present step, with a
-checkpoint; a second one at once. A step that fails, because of a reward function for example, loses no step before it.
+checkpoint; a second one at once. A step that fails loses no step before it.
 """
 
-import shutil
 import signal
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,27 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from rollplex.algo.reward import RewardWorkers
-from rollplex.build import Data, Runtime, build_workers, check_model, read_data
+from rollplex.build import Data, Runtime, build_workers, check_model, memory_explained, read_data
 from rollplex.config import Config
-from rollplex.errors import CapacityError, ConfigError, NumericsError
+from rollplex.errors import NumericsError
 from rollplex.gpu.device import describe, select_device
-from rollplex.metrics import reward_metrics, sample_rows, training_metrics
+from rollplex.metrics import held_out_metrics, reward_metrics, sample_rows, training_metrics
 from rollplex.models.processor import ProcessorSpec, load_processor
 from rollplex.pool import WorkerPool
 from rollplex.rundir import RunDirectory
 from rollplex.trace import Trace
-from rollplex.train.checkpoint import TrainingState, checkpoint_bytes, save_training
+from rollplex.train.checkpoint import TrainingState, require_room, save_training
 from rollplex.viewer.live import LiveDisplay
 
-_ALLOCATOR = "DefaultCPUAllocator"
-"""In the message of torch's RuntimeError when a CPU has no memory left; there is no class of its own for it."""
-_REMEDY = (
-    "lower rollout.num_blocks or rollout.max_batch_samples (K/V of responses), train.microbatch_tokens, "
-    "train.logprob_chunk_tokens, train.prompts_per_step (kept prefixes) or data.max_pixels"
-)
 WARNINGS_PER_STEP = 3
 """Failed rewards shown in full; samples.jsonl has all of them."""
 
@@ -56,7 +46,7 @@ def train(config: Config) -> Summary:
         RollplexError: bad input, named; nothing that the directory holds is lost.
     """
     with ExitStack() as stack:
-        stack.enter_context(_memory_explained())
+        stack.enter_context(memory_explained())
         device = select_device(config.run.device)
         directory = stack.enter_context(RunDirectory.open(config.run.directory, config, config.run.resume))
         checkpoint = directory.newest_checkpoint()
@@ -75,7 +65,7 @@ def train(config: Config) -> Summary:
             directory.log_bad_rows(split, [(row.source, row.reason) for row in rows])
         display.phase("loading weights")
         workers, state = build_workers(config, processor, rewards, device, checkpoint.path if checkpoint else None)
-        _require_room(directory.path, checkpoint_bytes(workers.policy))
+        require_room(directory.path, workers.policy)
         directory.rewind(state.step)
         return _Run(config, Runtime(config, workers), data, directory, display, state).execute()
 
@@ -145,25 +135,18 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Mean rewards of one response to each held-out prompt."""
-        step, done, totals = self._state.step, 0, list[dict[str, float]]()
+        step, totals = self._state.step, list[dict[str, float]]()
         for prompts in self._data.held_out():
-            self._display.progress("evaluating", done, self._data.num_held_out)
+            self._display.progress("evaluating", len(totals), self._data.num_held_out)
             groups = self._runtime.evaluate(prompts, step, Trace(on_span=self._phase)).groups
-            done += len(prompts)
             totals += [reward_metrics([group]) for group in groups]
             if self._config.run.save_samples:
                 self._directory.log_samples(step, sample_rows(groups, "eval"))
         if not totals:
             return
-        self._display.progress("evaluating", done, done)
-        # A function that does not apply to one prompt may apply to the next: totals have different names.
-        all_names = dict.fromkeys(name for total in totals for name in total)
-        names = [name for name in all_names if not name.startswith(("groups_", "reward/std"))]
-        means = {f"eval/{name}": statistics.fmean(total[name] for total in totals if name in total) for name in names}
-        means["eval/reward/failures"] *= done
-        means["eval/response/length_max"] = max(total["response/length_max"] for total in totals)
-        self._directory.log(step, "eval", {**means, "eval/prompts": float(done)})
-        self._display.message(f"step {step}: held-out reward {means['eval/reward/mean']:.4f} on {done} prompts")
+        self._display.progress("evaluating", len(totals), len(totals))
+        self._directory.log(step, "eval", means := held_out_metrics(totals))
+        self._display.message(f"step {step}: held-out reward {means['eval/reward/mean']:.4f} on {len(totals)} prompts")
 
     @contextmanager
     def _rescue(self) -> Iterator[None]:
@@ -171,8 +154,8 @@ class _Run:
         try:
             yield
         except Exception as error:
-            unchanged = self._runtime.workers.policy.version == self._state.version
-            if unchanged and self._state.step and not isinstance(error, NumericsError):
+            changed = self._runtime.workers.policy.version != self._state.version
+            if self._state.step and not changed and not isinstance(error, NumericsError):
                 with suppress(Exception):  # the first error is the one to report
                     newest = self._directory.newest_checkpoint()
                     if newest is None or newest.step < self._state.step:
@@ -188,28 +171,6 @@ class _Run:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _require_room(directory: Path, num_bytes: int) -> None:
-    """Refuse a run whose checkpoint would have no room, before there is anything to lose."""
-    free = shutil.disk_usage(directory).free
-    if free < num_bytes:
-        raise ConfigError(
-            f"run.directory = {str(directory)!r}: a checkpoint takes {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB "
-            "are free there; make room, or use a directory on another disk"
-        )
-
-
-@contextmanager
-def _memory_explained() -> Iterator[None]:
-    """Name the fields that decide about memory when there is too little."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        text = str(error) or repr(error)
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _ALLOCATOR not in text:
-            raise
-        raise CapacityError(f"out of memory: {text.splitlines()[0]}; {_REMEDY}") from error
 
 
 @contextmanager

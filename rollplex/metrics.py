@@ -5,7 +5,7 @@ is the first sign of a step that is not on-policy.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,6 +52,20 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         if values:
             metrics[f"reward/{name}"] = statistics.fmean(values)
     return metrics
+
+
+def held_out_metrics(prompts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One evaluation, from the reward metrics of each of its prompts."""
+    # A function that does not apply to one prompt may apply to the next: prompts have different names.
+    names = dict.fromkeys(name for metrics in prompts for name in metrics)
+    per_prompt = [name for name in names if not name.startswith(("groups_", "reward/std"))]
+    values = {name: [metrics[name] for metrics in prompts if name in metrics] for name in per_prompt}
+    return {
+        **{f"eval/{name}": statistics.fmean(numbers) for name, numbers in values.items()},
+        "eval/reward/failures": sum(values["reward/failures"]),
+        "eval/response/length_max": max(values["response/length_max"]),
+        "eval/prompts": float(len(prompts)),
+    }
 
 
 def sample_rows(groups: Sequence[Group], kind: str) -> Iterator[dict[str, object]]:

@@ -168,7 +168,7 @@ def test_what_a_run_cannot_have_is_refused(
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused_at_once(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "checkpoint_bytes", lambda policy: 2**60)
+    monkeypatch.setattr("rollplex.train.checkpoint.checkpoint_bytes", lambda policy: 2**60)
     with pytest.raises(ConfigError, match=r"run.directory.*a checkpoint takes 1152921504.61 GB.*make room"):
         loop.train(configured(recipe, "run"))
 

@@ -10,13 +10,14 @@ appearance is the run directory's business.
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rollplex.errors import CheckpointError
+from rollplex.errors import CheckpointError, ConfigError
 from rollplex.models.load import save_model
 from rollplex.train.policy import Policy
 
@@ -48,6 +49,16 @@ def checkpoint_bytes(policy: Policy) -> int:
     """Size of what save_training writes, but for a few small files."""
     tensors = [*policy.model.parameters(), *policy.optimizer.state().values()]
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def require_room(directory: Path, policy: Policy) -> None:
+    """Refuse a run whose checkpoint would have no room, before there is anything to lose (ConfigError)."""
+    num_bytes, free = checkpoint_bytes(policy), shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise ConfigError(
+            f"run.directory = {str(directory)!r}: a checkpoint takes {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB "
+            "are free there; make room, or use a directory on another disk"
+        )
 
 
 def load_state(directory: Path) -> TrainingState:

@@ -220,7 +220,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": "<image>?", "images": ["gone.png"]}, "image 1: 'gone.png': there is no such file"),
     ({"prompt": "<image>?", "images": [b"garbage"]}, "image 1: cannot be read as an image"),
     ({"prompt": "<image>?", "images": [np.zeros((900, 3, 3), np.uint8)]}, "image 1: an image of 3 x 900"),
-    ({"prompt": "<image>?", "images": [None]}, "image 1: is of type NoneType"),
+    ({"prompt": "<image>?", "images": [None]}, "1 <image> marks, and the row has 0 images"),
     ({"prompt": "<video>?"}, "video is not supported"),
     ({"prompt": "?", "videos": ["a.mp4"]}, "column 'videos'"),
     ({"prompt": "Say <|image_pad|>"}, "special token"),
