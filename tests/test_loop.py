@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from rollplex.bench.resume import compare_runs, write_recipe
 from rollplex.config import Config, load_config
 from rollplex.errors import CapacityError, CheckpointError, ConfigError, DataError, RewardError, RollplexError
 from rollplex.models.load import load_model, named_hf_tensors
+from rollplex.testing import VOCAB_SIZE, tiny_checkpoint, tiny_config
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def test_bad_input_is_refused_by_name_before_weights_are_loaded(
 
 
 def test_a_reference_of_another_vocabulary_is_refused(recipe: Path) -> None:
-    values = tomllib.loads(recipe.read_text())
-    with pytest.raises(CheckpointError):
-        loop.train(configured(recipe, "run", f'model.reference="{Path(values["model"]["path"]).parent}"'))
+    other = tiny_checkpoint(recipe.parent / "other", config=tiny_config(vocab_size=VOCAB_SIZE + 8))
+    with pytest.raises(CheckpointError, match="another vocabulary"):
+        loop.train(configured(recipe, "run", f'model.reference="{other}"'))
 
 
 def test_a_failed_step_loses_no_step_before_it(recipe: Path) -> None:
