@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rollplex.algo.advantage import has_signal
 from rollplex.algo.grpo import batch_denominator
 from rollplex.gpu.device import peak_memory_bytes
 from rollplex.step import Group, Step
@@ -36,7 +37,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = [reward for group in groups for reward in group.rewards]
     samples = [sample for group in groups for sample in group.responses]
     scores = [score for group in groups for score in group.scores.values()]
-    without_signal = sum(len(set(group.rewards)) == 1 for group in groups)
+    without_signal = sum(not has_signal(torch.tensor(group.rewards)) for group in groups)
     lengths = [sample.length for sample in samples]
     metrics = {
         "reward/mean": statistics.fmean(rewards),

@@ -43,13 +43,6 @@ class PrefixState:
             raise StaleStateError(f"a prefix computed with policy version {self.version} was used at version {version}")
         return self.kv
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of K, V, their gradients and the kept inputs."""
-        kv = self.kv
-        tensors = [kv.k_LPKD, kv.v_LPKD, kv.grad_k_LPKD, kv.grad_v_LPKD, *self.inputs]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
 
 def prefix_forward(
     model: VisionLanguageModel, prompt: Prompt, encoded: Encoded, *, for_training: bool
