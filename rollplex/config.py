@@ -126,10 +126,16 @@ class RolloutConfig(Section):
     """Samples decoded together."""
     max_batch_tokens: Positive = 8192
     """Tokens of one decode step: one per decoded sample, and those recomputed after a preemption."""
+    prefill_tokens: Positive = 8192
+    """On a GPU, neighbouring prompts are prefilled together up to so many tokens; a longer prompt runs by itself."""
     block_size: Positive = 16
     """Tokens per K/V block of a suffix."""
     num_blocks: Positive | None = None
     """K/V blocks for all suffixes; by default enough for max_batch_samples of full length."""
+    kv_memory_gib: Annotated[float, Field(gt=0.0)] | None = None
+    """Most memory for these blocks, GiB; samples wait, or are preempted and recomputed, when they are used up."""
+    cuda_graphs: bool = True
+    """On a GPU, replay each decode step as one CUDA graph; false launches its kernels one by one (same results)."""
 
 
 class AlgoConfig(Section):

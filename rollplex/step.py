@@ -31,13 +31,13 @@ from rollplex.algo.loss import LossInputs, LossStats, policy_loss
 from rollplex.algo.reward import Score
 from rollplex.config import Config
 from rollplex.models.prefix import PrefixState
-from rollplex.models.vlm import Encoded
 from rollplex.phases.graph import Finished, Graph, Node, WaitFor
 from rollplex.rollout.engine import Engine, NeedPrefix
 from rollplex.rollout.sampler import SamplingParams
 from rollplex.trace import Trace
 from rollplex.train.optim import UpdateReport, learning_rate
 from rollplex.train.policy import Policy, Scored, Scorer
+from rollplex.train.prompts import PromptPasses
 from rollplex.types import Prompt, Sample
 
 Turns = Generator[object, None, None]
@@ -74,7 +74,6 @@ class Group:
     prompt: Prompt
     samples: dict[int, Sample] = field(default_factory=dict)
     scores: dict[int, Score] = field(default_factory=dict)
-    encoded: Encoded | None = None
     prefix: PrefixState | None = None
     reference_prefix: PrefixState | None = None
     reference_T: Tensor | None = None
@@ -107,13 +106,15 @@ class Step:
         self.number, self.params = number, params
         self.trained_first: frozenset[int] = frozenset()
         self.updates: list[UpdateReport] = []
-        self._features: dict[tuple[tuple[int, int], str], Tensor] = {}
+        self.passes = PromptPasses(prompts, workers.engine.prefill_tokens, trace)
 
     def encode(self, index: int) -> None:
-        self.groups[index].encoded = self._encode(self.workers.policy, self.groups[index].prompt)
+        self.passes.encode(self.workers.policy, index)
 
     def prefill(self, index: int) -> Turns:
-        yield from self._prefix(index, for_training=index in self.trained_first)
+        policy, trained = self.workers.policy, index in self.trained_first
+        alike = self.trained_first if trained else set(range(len(self.groups))) - self.trained_first
+        self.groups[index].prefix = yield from self.passes.prefix(policy, index, alike, for_training=trained)
 
     def decode(self) -> Turns:
         prompts = [group.prompt for group in self.groups]
@@ -140,13 +141,10 @@ class Step:
         group.scores.update(zip(chosen, pending.result(), strict=True))
 
     def release_prefix(self, index: int) -> None:
-        self.groups[index].prefix = self.groups[index].encoded = None
+        self.groups[index].prefix = None
 
     def reference_prefix(self, index: int) -> Turns:
-        group, reference = self.groups[index], self._reference
-        encoded = self._encode(reference, group.prompt)
-        self.trace.count("tokens.prefix", group.prompt.prefix_length)
-        group.reference_prefix = yield from reference.prefix(group.prompt, encoded)
+        self.groups[index].reference_prefix = yield from self.passes.prefix(self._reference, index, range(len(self.groups)))
 
     def reference_suffix(self, index: int) -> Turns:
         group = self.groups[index]
@@ -169,8 +167,8 @@ class Step:
 
     def policy_prefix(self, index: int) -> Turns:
         """The prefix again, with weights that have changed since the rollout."""
-        self.encode(index)
-        yield from self._prefix(index, for_training=True)
+        policy = self.workers.policy
+        self.groups[index].prefix = yield from self.passes.prefix(policy, index, [index], for_training=True)
 
     def policy_suffix(self, index: int) -> Turns:
         group, policy = self.groups[index], self.workers.policy
@@ -206,27 +204,12 @@ class Step:
 
     def release_features(self) -> None:
         """For after the last phase: the step, which its graph's phases refer to, is not freed as soon as it is left."""
-        self._features.clear()
+        self.passes.release()
 
     @property
     def _reference(self) -> Scorer:
         assert self.workers.reference is not None, "this step has a reference stage and no reference"
         return self.workers.reference
-
-    def _prefix(self, index: int, *, for_training: bool) -> Turns:
-        group = self.groups[index]
-        assert group.encoded is not None
-        self.trace.count("tokens.prefix", group.prompt.prefix_length)
-        group.prefix = yield from self.workers.policy.prefix(group.prompt, group.encoded, for_training=for_training)
-
-    def _encode(self, scorer: Scorer, prompt: Prompt) -> Encoded:
-        """Features of a prompt's images, each distinct image once per step and tower."""
-        for image in prompt.images:
-            key = (scorer.vision_key, image.key)
-            if key not in self._features:
-                self.trace.count("tokens.vision", len(image.patches))
-                self._features[key] = scorer.encode(image)
-        return Encoded(prompt.images, tuple(self._features[scorer.vision_key, image.key] for image in prompt.images))
 
 
 Stage = Callable[[Step], None]

@@ -147,7 +147,7 @@ def test_a_wholly_masked_batch_has_metrics_too() -> None:
     values["rollout"] = {**TINY_RECIPE["rollout"], "max_new_tokens": 1}
     config = parse_config(values)
     workers = tiny_workers(config, tiny_config(), torch.device("cpu"))
-    workers.engine._stop_ids = frozenset()
+    workers.engine.stop_ids = np.zeros(0, dtype=np.int64)
     step = Runtime(config, workers).train(PROMPTS, 0, Trace())
     metrics = training_metrics(step, Trace(), 1.0)
     assert metrics["updates/skipped"] == 1.0 and metrics["policy_version"] == 0.0

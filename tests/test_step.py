@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -294,7 +295,7 @@ def test_a_batch_of_truncated_responses_changes_nothing() -> None:
     sections = {"rollout": {"max_new_tokens": 1, "num_blocks": 16}, "algo": {"mask_truncated": True, "epochs": 2}}
     config = recipe(sections)
     workers = tiny_workers(config, tiny_config(), CPU)
-    workers.engine._stop_ids = frozenset()
+    workers.engine.stop_ids = np.zeros(0, dtype=np.int64)
     before = {name: weight.clone() for name, weight in workers.policy.optimizer.state().items()}
     step = Runtime(config, workers).train(PROMPTS, 0, Trace())
     assert all(sample.finish_reason == "length" for group in step.groups for sample in group.responses)
@@ -344,10 +345,10 @@ def prefixes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list["weakref.ref[Pref
     """References to every prefix state that is made."""
     made: list[weakref.ref[PrefixState]] = []
 
-    def recording(*arguments: Any, **options: Any) -> Generator[None, None, PrefixState]:
-        state = yield from prefix_forward(*arguments, **options)
-        made.append(weakref.ref(state))
-        return state
+    def recording(*arguments: Any, **options: Any) -> Generator[None, None, tuple[PrefixState, ...]]:
+        states = yield from prefix_forward(*arguments, **options)
+        made.extend(weakref.ref(state) for state in states)
+        return states
 
     monkeypatch.setattr(policy_module, "prefix_forward", recording)
     yield made
@@ -374,7 +375,7 @@ def test_prefixes_and_features_are_dropped_with_their_last_use(
     assert len(prefixes) == 4 * per_group
     assert not any(prefix() for prefix in prefixes), "alive although the step is over, without a garbage collection"
     for group in run.groups:
-        assert group.prefix is None and group.reference_prefix is None and group.encoded is None
+        assert group.prefix is None and group.reference_prefix is None
 
 
 def test_a_prefix_is_dropped_before_the_next_group_goes_backward(
@@ -411,10 +412,10 @@ def test_features_are_dropped_with_the_last_phase(monkeypatch: pytest.MonkeyPatc
     features: list[weakref.ref[Tensor]] = []
     encode = Scorer.encode
 
-    def recording(self: Scorer, image: Image) -> Tensor:
-        feature = encode(self, image)
-        features.append(weakref.ref(feature))
-        return feature
+    def recording(self: Scorer, images: Sequence[Image]) -> tuple[Tensor, ...]:
+        found = encode(self, images)
+        features.extend(weakref.ref(feature) for feature in found)
+        return found
 
     monkeypatch.setattr(Scorer, "encode", recording)
     run = run_step(recipe({"algo": {"kl_coefficient": 0.1}}), PROMPTS)
@@ -429,5 +430,4 @@ def test_an_evaluation_keeps_no_prefix_and_trains_nothing(prefixes: list["weakre
     assert not any(prefix() for prefix in prefixes)
     for one, other in zip(first.groups, again.groups, strict=True):
         assert len(one.responses) == 1 and one.responses[0].ids.tolist() == other.responses[0].ids.tolist()
-        assert one.encoded is None
     assert workers.policy.version == 0 and not first.updates

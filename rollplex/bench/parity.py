@@ -106,5 +106,5 @@ def _peer_continuation(peer: Any, model: VisionLanguageModel, prompt: Prompt, ne
 
 def _prefix(model: VisionLanguageModel, prompt: Prompt) -> PrefixState:
     with torch.no_grad():
-        features = tuple(model.encode(image) for image in prompt.images)
-    return finish(prefix_forward(model, prompt, Encoded(prompt.images, features), for_training=False))
+        features = model.encode(prompt.images)
+    return finish(prefix_forward(model, [prompt], [Encoded(prompt.images, features)], for_training=False))[0]

@@ -1,9 +1,13 @@
-"""Which device a run uses, asked once, and its arithmetic made repeatable."""
+"""Which device a run uses, asked once, and its arithmetic made repeatable; and how arrays get there."""
 
+import os
 import resource
 import sys
+from typing import Any
 
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from rollplex.errors import ConfigError
 
@@ -21,10 +25,17 @@ def select_device(name: str) -> torch.device:
         return torch.device("cpu")
     # Attention's backward adds in any order by default; the fill is a debugging aid that costs a pass over every
     # tensor.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product, which needs it then
     torch.use_deterministic_algorithms(True, warn_only=False)
     torch.backends.cudnn.allow_tf32 = False  # convolutions would round float32 operands to 10 bits
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device. On CUDA through pinned memory, in stream order: the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def describe(device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """The three ways in which a decoder layer attends, behind the decoder's `Attention` protocol.
 
-    PrefixAttention   packed causal attention over one prompt's prefix; hands out its keys and values
+    PrefixAttention   packed causal attention over prompts' prefixes; hands out their keys and values
     SuffixAttention   suffix tokens see their group's whole prefix and, causally, their own sequence
     DecodeAttention   one new token per sample: the group's prefix is read once for all its samples, own K/V is paged
 
@@ -11,6 +11,7 @@ history slots.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rollplex.models.kernels.flash import Segments, flash_backward, flash_forward, merge
 
@@ -26,16 +28,30 @@ KeepKV = Callable[[int, Tensor, Tensor], None]
 
 
 class PrefixAttention:
-    """Causal attention over one sequence, differentiable; `keep` receives every layer's K and V."""
+    """Causal attention over packed prefixes; `keep` receives every layer's K and V.
 
-    def __init__(self, keep: KeepKV) -> None:
-        self._keep = keep
+    One sequence goes to scaled-dot-product attention, which is differentiable; several go to the flash kernel, which
+    is not.
+    """
+
+    def __init__(self, keep: KeepKV, segments: Segments | None = None) -> None:
+        self._keep, self._segments = keep, segments
 
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         self._keep(layer, k_TKD, v_TKD)
+        if self._segments is not None and len(self._segments.lengths) > 1:
+            return flash_forward(q_TND, k_TKD, v_TKD, causal=True, segments=self._segments)[0]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TND, k_TKD, v_TKD))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        with _fastest(q):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return o[0].transpose(0, 1)
+
+
+def _fastest(q: Tensor) -> AbstractContextManager[object]:
+    """Which kernel torch takes: of those on a GPU, cuDNN's is the fastest on long sequences, and is repeatable."""
+    if q.device.type != "cuda" or q.dtype == torch.float32:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
 
 
 @dataclass(frozen=True)

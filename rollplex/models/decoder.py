@@ -69,6 +69,10 @@ class Rope:
         a, b = x_TND.chunk(2, dim=-1)
         return x_TND * self.cos_T1D + torch.cat((-b, a), dim=-1) * self.sin_T1D
 
+    def of(self, tokens: slice) -> "Rope":
+        """The angles of some of the tokens."""
+        return Rope(self.cos_T1D[tokens], self.sin_T1D[tokens])
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, the mean square in float32."""
@@ -131,6 +135,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self._frequencies_on: dict[torch.device, Tensor] = {}
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden))
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
@@ -150,15 +155,21 @@ class Decoder(nn.Module):
 
     def rope(self, positions_3T: Tensor) -> Rope:
         """Multimodal rotary angles for (t, h, w) positions (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
-        c, device = self.config, positions_3T.device
-        exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
-        frequencies = (1.0 / (c.rope_theta**exponents)).to(device)
-        angles_3TD = positions_3T.float().unsqueeze(-1) * frequencies
+        c = self.config
+        angles_3TD = positions_3T.float().unsqueeze(-1) * self._frequencies(positions_3T.device)
         sections = angles_3TD.split(c.mrope_section, dim=-1)
         angles_TD = torch.cat([section[i % 3] for i, section in enumerate(sections)], dim=-1)
         angles_T1D = torch.cat((angles_TD, angles_TD), dim=-1).unsqueeze(1)
         dtype = self.embedding.dtype
         return Rope(angles_T1D.cos().to(dtype), angles_T1D.sin().to(dtype))
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Rotary frequencies [D / 2]; computed on the CPU everywhere, and copied to a device once."""
+        if device not in self._frequencies_on:
+            exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device="cpu")
+            frequencies = 1.0 / (self.config.rope_theta ** (exponents / self.config.head_dim))
+            self._frequencies_on[device] = frequencies.to(device)
+        return self._frequencies_on[device]
 
     def forward(self, x_TH: Tensor, rope: Rope, attention: Attention) -> Tensor:
         """Hidden states after the final norm [T, H], from token embeddings."""

@@ -10,15 +10,19 @@ Both are generators that yield after each layer, for the runner to take turns; n
 Legend: P prefix tokens, H hidden, K key/value heads, D head dim, L layers.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollplex.errors import StaleStateError
+from rollplex.gpu.device import upload
 from rollplex.models.attention import PrefixAttention, PrefixKV
 from rollplex.models.decoder import Rope
+from rollplex.models.kernels.flash import Segments
 from rollplex.models.vlm import Encoded, VisionLanguageModel
 from rollplex.types import Prompt
 
@@ -45,23 +49,27 @@ class PrefixState:
 
 
 def prefix_forward(
-    model: VisionLanguageModel, prompt: Prompt, encoded: Encoded, *, for_training: bool
-) -> Generator[None, None, PrefixState]:
-    """Compute a prefix; `for_training` keeps layer inputs and makes room for the gradients of K and V."""
-    c, length, device = model.decoder.config, prompt.prefix_length, model.device
-    ids_P = torch.from_numpy(prompt.ids[:-1]).to(device)
-    shape = (c.num_layers, length, c.num_kv_heads, c.head_dim)
+    model: VisionLanguageModel, prompts: Sequence[Prompt], encoded: Sequence[Encoded], *, for_training: bool
+) -> Generator[None, None, tuple[PrefixState, ...]]:
+    """Compute prefixes packed into one pass, in order of prompts.
+
+    `for_training` keeps layer inputs and makes room for the gradients of K and V. The states are views of what the
+    pass has made, which is freed with the last of them.
+    """
+    c, device, lengths = model.decoder.config, model.device, [prompt.prefix_length for prompt in prompts]
+    shape = (c.num_layers, sum(lengths), c.num_kv_heads, c.head_dim)
     k_LPKD, v_LPKD = (torch.empty(shape, dtype=model.dtype, device=device) for _ in range(2))
     inputs: list[Tensor] = []
 
     def keep(layer: int, k_PKD: Tensor, v_PKD: Tensor) -> None:
         k_LPKD[layer], v_LPKD[layer] = k_PKD, v_PKD
 
-    attention = PrefixAttention(keep)
+    attention = PrefixAttention(keep, Segments(tuple(length for length in lengths if length), device))
     with torch.no_grad():
-        rope = model.decoder.rope(torch.from_numpy(prompt.positions[:, :-1]).to(device))
-        x_PH = model.embed(ids_P, encoded.features)
-    for index in range(c.num_layers if length else 0):
+        ids_P = upload(np.concatenate([prompt.ids[:-1] for prompt in prompts]), device)
+        rope = model.decoder.rope(upload(np.concatenate([prompt.positions[:, :-1] for prompt in prompts], 1), device))
+        x_PH = model.embed(ids_P, [feature for each in encoded for feature in each.features])
+    for index in range(c.num_layers if sum(lengths) else 0):
         layer = model.decoder.layer(index)
         with torch.no_grad():
             if for_training:
@@ -71,8 +79,17 @@ def prefix_forward(
             else:
                 x_PH = layer(x_PH, rope, attention)
         yield
-    gradients = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2 if for_training else 0)]
-    return PrefixState(model.version, ids_P, rope, encoded, PrefixKV(k_LPKD, v_LPKD, *gradients), inputs)
+    stops = list(accumulate(lengths))
+    spans = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+
+    def state(span: slice, encoded: Encoded) -> PrefixState:
+        kv = PrefixKV(k_LPKD[:, span], v_LPKD[:, span])
+        if for_training:
+            gradients = (torch.zeros(kv.k_LPKD.shape, dtype=torch.float32, device=device) for _ in range(2))
+            kv = PrefixKV(kv.k_LPKD, kv.v_LPKD, *gradients)
+        return PrefixState(model.version, ids_P[span], rope.of(span), encoded, kv, [x_PH[span] for x_PH in inputs])
+
+    return tuple(state(*pair) for pair in zip(spans, encoded, strict=True))
 
 
 def prefix_backward(
@@ -116,4 +133,4 @@ def _embedding_backward(model: VisionLanguageModel, state: PrefixState, grad_PH:
         if not train_vision:
             return
         for image, feature in zip(state.encoded.images, features, strict=True):
-            model.encode(image).backward(feature.grad)
+            model.encode([image])[0].backward(feature.grad)

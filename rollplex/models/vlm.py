@@ -76,10 +76,14 @@ class VisionLanguageModel(nn.Module):
         if train_vision:
             yield from ((f"vision.{name}", parameter) for name, parameter in self.vision.named_parameters())
 
-    def encode(self, image: Image) -> Tensor:
-        """Features of one image [F, H], in the compute dtype. Differentiable when gradients are enabled."""
-        patches = torch.from_numpy(image.patches).to(self.device, self.dtype)
-        return self.family.run_vision(self.vision, patches, torch.tensor([image.grid]))
+    def encode(self, images: Sequence[Image]) -> tuple[Tensor, ...]:
+        """Features of each image [F, H], in the compute dtype. Differentiable when gradients are enabled."""
+        return tuple(
+            self.family.run_vision(
+                self.vision, torch.from_numpy(image.patches).to(self.device, self.dtype), torch.tensor([image.grid])
+            )
+            for image in images
+        )
 
     def embed(self, ids_T: Tensor, features: Sequence[Tensor] = ()) -> Tensor:
         """Decoder input [T, H]: token embeddings, with image features at the placeholders, in order."""

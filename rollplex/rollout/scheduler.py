@@ -6,8 +6,9 @@
                                  and has its suffix K/V recomputed when it is admitted again
 
 A sample with n generated tokens has K/V for n suffix tokens; its next decode step writes K/V at suffix position n, so
-it needs blocks for n + 1. This file knows no time, no model and no tensor: two runs whose samples end at the same
-lengths get the same steps.
+it needs blocks for n + 1. A stop may be reported steps after the token that it came with: until then the sample goes
+on, and whoever reports it drops what came after. This file knows no time, no model and no tensor: two runs whose
+samples end at the same lengths, reported equally late, get the same steps.
 """
 
 from collections import deque
@@ -146,22 +147,23 @@ class Scheduler:
         return self._step
 
     def commit(self, finished: Collection[SampleKey]) -> None:
-        """Close the scheduled step: its samples have one more token, and those `finished` give their blocks back.
+        """Close the scheduled step: its samples have one more token; those that end give their blocks back.
 
-        A sample that has reached max_new_tokens must be among the finished.
+        finished: samples that were found to have ended, with a token of this step or of an earlier one. Those that have
+        max_new_tokens now end by themselves, and may be reported later, or never.
         """
         assert self._step is not None, "no step was scheduled"
-        finished = set(finished)
-        assert finished <= set(self._step.decode), "only a decoded sample can finish"
+        ended = {key for key in finished if key in self._unfinished}
+        assert all(key in self._unfinished for key in self._step.decode)
         for key in self._step.decode:
             progress = self._unfinished[key]
             progress.num_generated += 1
-            if key in finished:
-                progress.table.release()
-                del self._unfinished[key]
-            else:
-                assert progress.num_generated < self._max_new_tokens, f"{key} goes on beyond max_new_tokens"
+            if progress.num_generated == self._max_new_tokens:
+                ended.add(key)
+        for key in ended:
+            self._unfinished.pop(key).table.release()
         self._running = [progress for progress in self._running if progress.key in self._unfinished]
+        self._waiting = deque(progress for progress in self._waiting if progress.key in self._unfinished)
         self._step = None
 
     def _make_room(self) -> tuple[SampleKey, ...]:

@@ -53,16 +53,16 @@ class Scorer:
         """Equal keys mean equal features for equal images: which tower, and which version of it."""
         return id(self.model.vision), 0
 
-    def encode(self, image: Image) -> Tensor:
-        """Features of one image, without gradient."""
+    def encode(self, images: Sequence[Image]) -> tuple[Tensor, ...]:
+        """Features of images, without gradient."""
         with torch.no_grad():
-            return self.model.encode(image)
+            return self.model.encode(images)
 
-    def prefix(
-        self, prompt: Prompt, encoded: Encoded, *, for_training: bool = False
-    ) -> Generator[None, None, PrefixState]:
-        """Compute a prompt's prefix."""
-        return prefix_forward(self.model, prompt, encoded, for_training=for_training)
+    def prefixes(
+        self, prompts: Sequence[Prompt], encoded: Sequence[Encoded], *, for_training: bool = False
+    ) -> Generator[None, None, tuple[PrefixState, ...]]:
+        """Compute prompts' prefixes in one pass."""
+        return prefix_forward(self.model, prompts, encoded, for_training=for_training)
 
     def score(self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample]) -> Generator[None, None, Tensor]:
         """Log-probs [T] of all responses of a group, without gradient."""

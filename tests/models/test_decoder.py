@@ -69,13 +69,13 @@ def make_group(prompt: Prompt, lengths: Sequence[int] = RESPONSE_LENGTHS, seed: 
 
 def encode(model: VisionLanguageModel, prompt: Prompt) -> Encoded:
     with torch.no_grad():
-        return Encoded(prompt.images, tuple(model.encode(image) for image in prompt.images))
+        return Encoded(prompt.images, model.encode(prompt.images))
 
 
 def whole_sequence_logits(model: VisionLanguageModel, prompt: Prompt, response: Sequence[int] | Any) -> Tensor:
     """Our model on one whole sequence, as a prefix is computed: causal attention, no cache."""
     inputs = hf_inputs(prompt, response)
-    x_TH = model.embed(inputs["input_ids"][0], [model.encode(image) for image in prompt.images])
+    x_TH = model.embed(inputs["input_ids"][0], model.encode(prompt.images))
     attention = PrefixAttention(lambda layer, k, v: None)
     rope = model.decoder.rope(inputs["position_ids"][:, 0])
     hidden_TH: Tensor = model.decoder(x_TH, rope, attention)
@@ -102,7 +102,7 @@ def loss_of(logits: Tensor, targets: Tensor, weight: float) -> Tensor:
 
 def prefix_once_backward(model: VisionLanguageModel, group: Group, train_vision: bool = True) -> None:
     """The group's gradient with its prefix computed once; each response has its own weight in the loss."""
-    state = finish(prefix_forward(model, group.prompt, encode(model, group.prompt), for_training=True))
+    state = finish(prefix_forward(model, [group.prompt], [encode(model, group.prompt)], for_training=True))[0]
     for first in range(0, len(group.responses), 2):  # microbatches add to the same prefix gradients
         part = Group(group.prompt, group.responses[first : first + 2])
         hidden = suffix_hidden(model, state, part).split([len(response) + 1 for response in part.responses])
@@ -148,7 +148,7 @@ def test_packed_suffixes_over_a_prefix_match_whole_sequences(shape: dict[str, An
     model = tiny_model(config, seed=3)
     group = make_group(canned_prompts(config, (num_images,))[0])
     with torch.no_grad():
-        state = finish(prefix_forward(model, group.prompt, encode(model, group.prompt), for_training=False))
+        state = finish(prefix_forward(model, [group.prompt], [encode(model, group.prompt)], for_training=False))[0]
         parts = suffix_hidden(model, state, group).split([len(response) + 1 for response in group.responses])
         for part, response in zip(parts, group.responses, strict=True):
             expected = whole_sequence_logits(model, group.prompt, response)[len(group.prompt.ids) - 1 :]
@@ -236,7 +236,7 @@ def test_a_prefix_of_another_version_is_refused() -> None:
     config = tiny_config()
     model = tiny_model(config)
     prompt = canned_prompts(config, (0,))[0]
-    state = finish(prefix_forward(model, prompt, encode(model, prompt), for_training=True))
+    state = finish(prefix_forward(model, [prompt], [encode(model, prompt)], for_training=True))[0]
     model.version += 1
     with pytest.raises(StaleStateError, match="version 0 was used at version 1"):
         state.require(model.version)
@@ -250,7 +250,7 @@ def test_bfloat16_stays_close_to_float32() -> None:
     wide = to_transformers(model).float()
     group = make_group(canned_prompts(config, (2,))[0])
     with torch.no_grad():
-        state = finish(prefix_forward(model, group.prompt, encode(model, group.prompt), for_training=False))
+        state = finish(prefix_forward(model, [group.prompt], [encode(model, group.prompt)], for_training=False))[0]
         hidden = suffix_hidden(model, state, Group(group.prompt, group.responses[:1]))
         expected = wide(**hf_inputs(group.prompt, group.responses[0])).logits[0, len(group.prompt.ids) - 1 :]
     assert hidden.dtype == torch.bfloat16

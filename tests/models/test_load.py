@@ -15,15 +15,14 @@ from transformers import AutoTokenizer, GenerationConfig, Qwen2_5_VLForCondition
 from rollplex.errors import CheckpointError
 from rollplex.models import load
 from rollplex.models.load import (
-    INDEX_FILE,
     PROCESSOR_FILES,
-    SINGLE_FILE,
     load_model,
     named_hf_tensors,
     random_model,
     save_model,
     to_transformers,
 )
+from rollplex.models.shards import INDEX_FILE, SINGLE_FILE
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.testing import canned_prompts, hf_inputs, tiny_checkpoint, tiny_config, tiny_model
 
@@ -151,7 +150,7 @@ def test_a_loaded_model_computes_what_transformers_computes(checkpoint: Path) ->
     with torch.no_grad():
         expected = hf(**hf_inputs(prompt)).logits
         assert torch.equal(to_transformers(model)(**hf_inputs(prompt)).logits, expected)
-        features = [model.encode(image) for image in prompt.images]
+        features = [*model.encode(prompt.images)]
     inputs = hf_inputs(prompt)
     reference = hf.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
     for ours, theirs in zip(features, reference, strict=True):
@@ -214,7 +213,7 @@ def test_random_models_repeat_by_seed() -> None:
 
 def test_loading_makes_no_second_copy(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are allocated once; of the tensors read, at most the current and the previous one are alive."""
-    read, make = load._read, load._empty_model
+    read, make = load.read_tensors, load._empty_model
     seen: list[weakref.ref[Tensor]] = []
     storages: list[int] = []
 
@@ -230,7 +229,7 @@ def test_loading_makes_no_second_copy(checkpoint: Path, monkeypatch: pytest.Monk
         storages.extend(parameter.data_ptr() for parameter in model.parameters())
         return model
 
-    monkeypatch.setattr(load, "_read", one_by_one)
+    monkeypatch.setattr(load, "read_tensors", one_by_one)
     monkeypatch.setattr(load, "_empty_model", remember)
     model = load_model(str(checkpoint), torch.float32, "cpu")
     assert [parameter.data_ptr() for parameter in model.parameters()] == storages

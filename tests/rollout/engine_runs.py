@@ -45,8 +45,8 @@ def engine_of(model: VisionLanguageModel, seed: int = 0, stop_ids: frozenset[int
 
 def prefix_of(model: VisionLanguageModel, prompt: Prompt) -> PrefixState:
     with torch.no_grad():
-        features = tuple(model.encode(image) for image in prompt.images)
-    return finish(prefix_forward(model, prompt, Encoded(prompt.images, features), for_training=False))
+        features = model.encode(prompt.images)
+    return finish(prefix_forward(model, [prompt], [Encoded(prompt.images, features)], for_training=False))[0]
 
 
 def run(

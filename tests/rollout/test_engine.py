@@ -15,7 +15,9 @@ from rollplex.models.prefix import PrefixState
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.rollout import engine as engine_module
 from rollplex.rollout.blocks import BlockPool
-from rollplex.rollout.engine import NeedPrefix
+from rollplex.rollout.eager import EagerTokens
+from rollplex.rollout.engine import DecodeStep, NeedPrefix
+from rollplex.rollout.rows import Rows
 from rollplex.rollout.sampler import SamplingParams
 from rollplex.testing import (
     VOCAB_SIZE,
@@ -103,6 +105,64 @@ def test_a_larger_group_begins_with_the_smaller_one(
     one, _ = run(engine_of(model), prompts, group_size=1)
     assert_same(one, alone)
     assert len({tuple(sample.ids) for sample in eight.values()}) > 12, "siblings differ"
+
+
+class LateTokens(EagerTokens):
+    """Tokens that the host may read only `lag` steps later; until then they go from step to step by row."""
+
+    def __init__(self, lag: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lag = lag
+        self._last_B = np.zeros(0, dtype=np.int64)
+
+    def launch(self, rows: Rows, params: SamplingParams) -> Any:
+        known_B = rows.ids_B >= 0
+        assert (rows.sources_B[~known_B] >= 0).all()
+        ids_B = np.where(known_B, rows.ids_B, np.append(self._last_B, 0)[rows.sources_B])
+        pending = super().launch(replace(rows, ids_B=ids_B), params)
+        self._last_B = pending.read().ids_B
+        return pending
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("limits", [{}, {"max_batch_tokens": 3, "block_size": 5}, {"block_size": 1, "num_blocks": 14},
+                                    {"block_size": 3, "num_blocks": 7, "max_batch_tokens": 6}])  # fmt: skip
+def test_tokens_read_late_are_the_same_tokens(
+    model: VisionLanguageModel, prompts: tuple[Prompt, ...], alone: Sampled, limits: dict[str, Any], lag: int
+) -> None:
+    engine = engine_of(model, **limits)
+    source = engine.tokens
+    assert isinstance(source, EagerTokens)
+    engine.tokens = LateTokens(lag, model, engine.pages, engine.config.block_size, source.banned_V)
+    found, steps = run(engine, prompts)
+    assert_same(found, alone)
+    assert sum(event.num_decoded for event in steps) == sum(sample.length for sample in found.values())
+
+
+def test_a_limit_ends_a_sample_before_the_longest_response(
+    model: VisionLanguageModel, prompts: tuple[Prompt, ...], alone: Sampled
+) -> None:
+    engine, limits = engine_of(model), [1 + index % 11 for index in range(12)]
+    prefixes = [prefix_of(model, prompt) for prompt in prompts]
+    events = engine.decode(prompts, prefixes.__getitem__, step=0, group_size=4, params=RAW, limits=limits)
+    for event in events:
+        assert isinstance(event, DecodeStep)
+        for sample in event.finished:
+            whole = alone[prompts[sample.group].uid, sample.sample]
+            assert sample.length == min(limits[sample.group * 4 + sample.sample], whole.length)
+            assert sample.ids.tolist() == whole.ids.tolist()[: sample.length]
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(1.0, 12), (9 * 3 * 4 * 2 * 2 * 16 * 4 / 2**30, 9), (None, 12)])
+def test_blocks_fit_into_the_memory_given_to_them(
+    model: VisionLanguageModel, gib: float | None, expected: int
+) -> None:
+    engine = engine_of(model, block_size=4, max_batch_samples=4, kv_memory_gib=gib)
+    assert engine.num_blocks == expected
+    if gib is not None:
+        assert 2 * engine.pages.k_LSKD.nbytes <= gib * 2**30
+    with pytest.raises(CapacityError, match=r"rollout.kv_memory_gib = 1e-07.*needs 3; set it to"):
+        engine_of(model, block_size=4, kv_memory_gib=1e-7)
 
 
 def test_seed_step_and_uid_choose_the_tokens(model: VisionLanguageModel, prompts: tuple[Prompt, ...]) -> None:

@@ -255,9 +255,26 @@ def test_misuse_is_caught() -> None:
     scheduler.schedule()
     with pytest.raises(AssertionError, match="not committed"):
         scheduler.schedule()
-    with pytest.raises(AssertionError, match="only a decoded sample"):
-        scheduler.commit([SampleKey(0, 1)])
-    scheduler.commit([])
-    scheduler.schedule()
-    with pytest.raises(AssertionError, match="beyond max_new_tokens"):
-        scheduler.commit([])
+
+
+@given(cases(), st.integers(0, 3))
+def test_a_stop_may_be_reported_late(case: Case, lag: int) -> None:
+    """Each sample is decoded until its end is reported, and no longer; then its blocks are free."""
+    pool = BlockPool(case.num_blocks, case.block_size)
+    scheduler = case.scheduler(pool)
+    length_of = dict(zip(case.keys, case.lengths, strict=True))
+    decoded, ends = dict.fromkeys(case.keys, 0), list[list[SampleKey]]()
+    reported: set[SampleKey] = set()
+    while not scheduler.done:
+        step = scheduler.schedule()
+        assert reported.isdisjoint(step.decode)
+        for key in step.decode:
+            decoded[key] += 1
+        ends.append([key for key in step.decode if decoded[key] == length_of[key]])
+        late = ends[-1 - lag] if len(ends) > lag else []
+        reported |= set(late)
+        scheduler.commit(late)
+    assert all(length_of[key] <= count <= length_of[key] + lag for key, count in decoded.items())
+    assert max(decoded.values()) <= case.max_new_tokens
+    assert pool.num_free == case.num_blocks
+    assert scheduler.num_running == scheduler.num_waiting == 0

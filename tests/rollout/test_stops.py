@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollplex.models.vlm import VisionLanguageModel
-from rollplex.rollout import engine as engine_module
+from rollplex.rollout import eager
 from rollplex.rollout.sampler import Draw
 from rollplex.testing import (
     SPECIAL_IDS,
@@ -41,7 +41,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, script: Callable[[int], Sequence[i
         assert len(ids_B) == len(logits_BV)
         return Draw(ids_B, zeros_B, zeros_B, zeros_B)
 
-    monkeypatch.setattr(engine_module, "sample", sample)
+    monkeypatch.setattr(eager, "sample", sample)
 
 
 def scripted_response(

@@ -45,8 +45,8 @@ def samples() -> list[Sample]:
 
 
 def prefix_of(scorer: Scorer, prompt: Prompt) -> PrefixState:
-    encoded = Encoded(prompt.images, tuple(scorer.encode(image) for image in prompt.images))
-    return finish(scorer.prefix(prompt, encoded, for_training=True))
+    encoded = Encoded(prompt.images, scorer.encode(prompt.images))
+    return finish(scorer.prefixes([prompt], [encoded], for_training=True))[0]
 
 
 def weighted(tokens: slice, scored: Scored) -> Tensor:
