@@ -18,7 +18,7 @@ from rollplex.algo.reward import RewardWorkers
 from rollplex.config import Config
 from rollplex.data import BadRow, Dataset, PromptLoader, eval_prompts, load_dataset
 from rollplex.errors import CapacityError, CheckpointError, ConfigError
-from rollplex.models.load import load_model
+from rollplex.models.load import checkpoint_directory, load_model, random_model, read_config
 from rollplex.models.processor import Processor
 from rollplex.models.qwen_vl import QwenVL
 from rollplex.models.vlm import VisionLanguageModel
@@ -167,11 +167,19 @@ def _load_policy(
     config: Config, checkpoint: Path | None, dtype: torch.dtype, device: torch.device
 ) -> VisionLanguageModel:
     if checkpoint is None:
-        return load_model(config.model.path, dtype, device)
+        return _load(config, config.model.path, dtype, device)
     try:
         return load_model(str(checkpoint / MODEL), dtype, device)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; or remove {checkpoint} to go on from an older checkpoint") from error
+
+
+def _load(config: Config, source: str, dtype: torch.dtype, device: torch.device) -> VisionLanguageModel:
+    """A checkpoint's weights, or random ones: of one source, the same at every call."""
+    if config.model.random_weights:
+        hf_config = read_config(checkpoint_directory(source, weights=False))
+        return random_model(hf_config, config.run.seed, dtype, device)
+    return load_model(source, dtype, device)
 
 
 @contextmanager
@@ -228,7 +236,7 @@ def _build_reference(config: Config, policy: Policy, device: torch.device) -> Sc
     if not config.algo.kl_coefficient:
         return None
     source = config.model.reference or config.model.path
-    model = load_model(source, policy.model.dtype, device)
+    model = _load(config, source, policy.model.dtype, device)
     if model.decoder.config.vocab_size != policy.model.decoder.config.vocab_size:
         raise CheckpointError(
             f"model.reference = {source!r} has another vocabulary than model.path; use a model of the same family"

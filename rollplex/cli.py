@@ -21,9 +21,12 @@ app.add_typer(bench, name="bench")
 def train(
     recipe: Annotated[str, typer.Argument(help="A TOML file; recipes/ has some.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value, as many as wanted.")] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Short for model.random_weights=true: to measure, not to learn.")
+    ] = False,
 ) -> None:
     """Run a recipe, or go on with it where its run directory stands."""
-    config = load_config(recipe, overrides or ())
+    config = load_config(recipe, [*(overrides or ()), *(["model.random_weights=true"] if random_weights else [])])
     sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe may name a module of the present folder
     from rollplex import loop  # torch takes seconds to import: a wrong recipe is refused before
 

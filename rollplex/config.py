@@ -61,9 +61,12 @@ class ModelConfig(Section):
     reference: Place | None = None
     """The frozen reference's weights; by default those at `path`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of weights and computation; gradients are summed and the optimizer works in float32 either way."""
+    """Precision of weights and computation; the optimizer works in float32 either way."""
     train_vision: bool = False
     """Train the vision tower (its merger included), or keep it frozen."""
+    random_weights: bool = False
+    """Start from random weights of the checkpoint's config, seeded by `run.seed`: to measure speed and memory where no
+    weights are at hand. No weight file is read, of `path` and of `reference`; config and tokenizer are still needed."""
 
 
 class DataConfig(Section):
@@ -244,6 +247,11 @@ class TrainConfig(Section):
     """AdamW's decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon."""
+    optimizer_gpu_gib: Annotated[float, Field(ge=0.0)] | None = None
+    """GiB of the optimizer's state (moments, float32 masters) to keep in GPU memory; the rest is in host memory and
+    passes through the GPU in every update, with the same results. By default all of it stays on the GPU."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which a batch's gradients are summed; bfloat16 halves their memory, and rounds at each addition."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Clip by the global norm over every trained parameter."""
 

@@ -44,7 +44,7 @@ MIN_FREE_BYTES = 64 * 2**20
 FREE_TO_CHANGE = frozenset((
     "run", "eval", "data.eval", "data.num_workers", "data.prefetch_steps", "data.check_images", "reward.num_workers",
     "reward.timeout_s", "reward.on_error", "rollout.max_batch_samples", "rollout.max_batch_tokens",
-    "rollout.block_size", "rollout.num_blocks", "train.steps", "train.microbatch_tokens",
+    "rollout.block_size", "rollout.num_blocks", "train.steps", "train.microbatch_tokens", "train.optimizer_gpu_gib",
     "train.logprob_chunk_tokens", "train.recompute",
 ))  # fmt: skip
 """Fields and whole sections that may change when a run goes on, because they leave the mathematics as it was: where and

@@ -52,6 +52,13 @@ rollplex train recipes/geometry3k_3b.toml train.steps=200 rollout.group_size=8 r
 rollplex train recipes/geometry3k_3b.toml 'rollout.stop_strings=["</answer>"]'
 ```
 
+Where no weights are at hand, speed and memory can be measured with random ones. The checkpoint's config and tokenizer
+are still needed:
+
+```bash
+rollplex train recipes/geometry3k_3b.toml --random-weights run.directory=runs/random
+```
+
 A field that does not exist, a value out of range and a combination that makes no sense end the run before anything is
 loaded, with one line for each mistake. The resolved recipe is stored in the run directory. Batches, lengths and budgets
 are in prompts, samples or tokens, times in seconds, as each field says.

@@ -252,9 +252,9 @@ def check_rollplex(words: list[str]) -> None:
     given = [word for word in arguments if word not in ("RECIPE.toml", "[section.field=value", "...]")]
     if command.name == "train" and not given:
         return
-    command.make_context(command.name, list(arguments))
-    if command.name == "train" and (ROOT / arguments[0]).exists():
-        load_config(ROOT / arguments[0], arguments[1:])
+    given_values = command.make_context(command.name, list(arguments)).params
+    if command.name == "train" and (ROOT / given_values["recipe"]).exists():
+        load_config(ROOT / given_values["recipe"], given_values["overrides"] or ())
 
 
 def test_a_wrong_command_is_found_out() -> None:

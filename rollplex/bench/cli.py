@@ -43,5 +43,19 @@ def forwards(group: int = 8, device: Device = "cpu") -> None:
     _print(claim.run(group, device))
 
 
+@bench.command()
+def load(
+    model: Annotated[str, typer.Option(help="3b, 7b, 32b or 72b: shapes of Qwen2.5-VL; or tiny.")] = "3b",
+    device: Device = "auto",
+    dtype: Dtype = "bfloat16",
+    shard_gb: Annotated[float, typer.Option(help="Largest weight file, GB.")] = 5.0,
+    directory: Annotated[str | None, typer.Option(help="Where to put the checkpoint, which is removed again.")] = None,
+) -> None:
+    """Weights from disk to device: speed beside that of reading alone, and the host memory that it takes."""
+    from rollplex.bench import load as claim
+
+    _print(claim.run(model, device, dtype, shard_gb, directory))
+
+
 def _print(result: dict[str, object]) -> None:
     typer.echo(json.dumps(result))

@@ -11,17 +11,14 @@ history slots.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rollplex.models.kernels.flash import Segments, flash_backward, flash_forward, merge
+from rollplex.models.kernels.flash import Segments, flash_backward, flash_forward, merge, sequence_attention
 
 KeepKV = Callable[[int, Tensor, Tensor], None]
 """Called with (layer, k [T, K, D], v [T, K, D]) before attention."""
@@ -30,8 +27,7 @@ KeepKV = Callable[[int, Tensor, Tensor], None]
 class PrefixAttention:
     """Causal attention over packed prefixes; `keep` receives every layer's K and V.
 
-    One sequence goes to scaled-dot-product attention, which is differentiable; several go to the flash kernel, which
-    is not.
+    One sequence goes to `sequence_attention`, which is differentiable; several go to the flash kernel, which is not.
     """
 
     def __init__(self, keep: KeepKV, segments: Segments | None = None) -> None:
@@ -42,16 +38,7 @@ class PrefixAttention:
         if self._segments is not None and len(self._segments.lengths) > 1:
             return flash_forward(q_TND, k_TKD, v_TKD, causal=True, segments=self._segments)[0]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TND, k_TKD, v_TKD))
-        with _fastest(q):
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return o[0].transpose(0, 1)
-
-
-def _fastest(q: Tensor) -> AbstractContextManager[object]:
-    """Which kernel torch takes: of those on a GPU, cuDNN's is the fastest on long sequences, and is repeatable."""
-    if q.device.type != "cuda" or q.dtype == torch.float32:
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
+        return sequence_attention(q, k, v, causal=True)[0].transpose(0, 1)
 
 
 @dataclass(frozen=True)

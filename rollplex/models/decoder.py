@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rollplex.models.elementwise import rms_norm, rotate_qkv, silu_mul
+
 GATE_UP_SLOTS = 8
 """Finest tensor-parallel degree of the feed-forward part that stays contiguous: 8 GPUs of one host."""
 
@@ -59,19 +61,14 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary angles of T tokens, in the compute dtype: cos and sin [T, 1, D]."""
+    """Rotary angles of T tokens, in the compute dtype: cos and sin [T, D], both halves equal."""
 
-    cos_T1D: Tensor
-    sin_T1D: Tensor
-
-    def rotate(self, x_TND: Tensor) -> Tensor:
-        """Rotate halves: (a, b) -> (a cos - b sin, b cos + a sin)."""
-        a, b = x_TND.chunk(2, dim=-1)
-        return x_TND * self.cos_T1D + torch.cat((-b, a), dim=-1) * self.sin_T1D
+    cos_TD: Tensor
+    sin_TD: Tensor
 
     def of(self, tokens: slice) -> "Rope":
         """The angles of some of the tokens."""
-        return Rope(self.cos_T1D[tokens], self.sin_T1D[tokens])
+        return Rope(self.cos_TD[tokens], self.sin_TD[tokens])
 
 
 class RMSNorm(nn.Module):
@@ -83,9 +80,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        x32_TH = x_TH.float()
-        scale_T1 = torch.rsqrt(x32_TH.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (x32_TH * scale_T1).to(x_TH.dtype)
+        return rms_norm(x_TH, self.weight, self.eps)
 
 
 class Layer(nn.Module):
@@ -110,10 +105,8 @@ class Layer(nn.Module):
     def project(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [T, N, D] and keys [T, K, D], and values [T, K, D]."""
         c = self.config
-        qkv = F.linear(self.attention_norm(x_TH), self.qkv, self.qkv_bias)
-        slots_TKGD = qkv.view(-1, c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
-        q_TND = slots_TKGD[:, :, :-2].reshape(-1, c.num_heads, c.head_dim)
-        return rope.rotate(q_TND), rope.rotate(slots_TKGD[:, :, -2]), slots_TKGD[:, :, -1]
+        qkv_TR = F.linear(self.attention_norm(x_TH), self.qkv, self.qkv_bias)
+        return rotate_qkv(qkv_TR, rope.cos_TD, rope.sin_TD, c.num_heads, c.num_kv_heads, c.head_dim)
 
     def keys_and_values(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """All that is wanted of a layer whose output nobody reads: rotated keys and values, each [T, K, D]."""
@@ -122,11 +115,16 @@ class Layer(nn.Module):
 
     def finish(self, x_TH: Tensor, o_TND: Tensor) -> Tensor:
         """Output projection and feed-forward part, with both residual additions."""
-        x_TH = x_TH + F.linear(o_TND.reshape(x_TH.shape[0], -1), self.out_t.t())
-        gate_up = F.linear(self.mlp_norm(x_TH), self.gate_up)
-        slots = gate_up.view(x_TH.shape[0], self.config.num_gate_up_slots, 2, -1)
-        hidden_TF = (F.silu(slots[:, :, 0]) * slots[:, :, 1]).reshape(x_TH.shape[0], -1)
-        return x_TH + F.linear(hidden_TF, self.down_t.t())
+        x_TH = _add_product(x_TH, o_TND.reshape(x_TH.shape[0], -1), self.out_t)
+        gate_up_TF = F.linear(self.mlp_norm(x_TH), self.gate_up)
+        return _add_product(x_TH, silu_mul(gate_up_TF, self.config.num_gate_up_slots), self.down_t)
+
+
+def _add_product(x_TH: Tensor, y_TF: Tensor, weight_FH: Tensor) -> Tensor:
+    """x + y @ weight; on a GPU in one kernel, which rounds once."""
+    if x_TH.is_cuda:
+        return torch.addmm(x_TH, y_TF, weight_FH)
+    return x_TH + F.linear(y_TF, weight_FH.t())
 
 
 class Decoder(nn.Module):
@@ -159,9 +157,9 @@ class Decoder(nn.Module):
         angles_3TD = positions_3T.float().unsqueeze(-1) * self._frequencies(positions_3T.device)
         sections = angles_3TD.split(c.mrope_section, dim=-1)
         angles_TD = torch.cat([section[i % 3] for i, section in enumerate(sections)], dim=-1)
-        angles_T1D = torch.cat((angles_TD, angles_TD), dim=-1).unsqueeze(1)
+        angles_TD = torch.cat((angles_TD, angles_TD), dim=-1)
         dtype = self.embedding.dtype
-        return Rope(angles_T1D.cos().to(dtype), angles_T1D.sin().to(dtype))
+        return Rope(angles_TD.cos().to(dtype), angles_TD.sin().to(dtype))
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Rotary frequencies [D / 2]; computed on the CPU everywhere, and copied to a device once."""

@@ -32,6 +32,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool = True,
+    weight_gradient_VH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, both float32 [T].
 
@@ -41,12 +42,22 @@ def token_logprobs(
 
     The same chunk_tokens gives the same bits. Another one gives the same result to rounding only: matrix products add
     in an order that depends on their size, and the weight's gradient is a float32 sum over the chunks.
+
+    With weight_gradient_VH, float32, the backward pass adds the weight's gradient there and gives autograd none: no
+    second sum of that size, and no rounding of it to the weight's dtype.
     """
     assert temperature > 0, temperature
     assert chunk_tokens >= 1, chunk_tokens
     assert hidden_TH.dtype == weight_VH.dtype, f"hidden {hidden_TH.dtype}, weight {weight_VH.dtype}"
-    logprobs_T, entropy_T = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, targets_T, temperature, chunk_tokens, with_entropy
+    assert weight_gradient_VH is None or weight_gradient_VH.dtype == torch.float32, weight_gradient_VH.dtype
+    function = _TokenLogprobs
+    if hidden_TH.is_cuda and hidden_TH.dtype in _FUSED_DTYPES:
+        # Loaded on first use: CPU users need no Triton.
+        from rollplex.models.kernels.logprobs import FusedTokenLogprobs
+
+        function = FusedTokenLogprobs
+    logprobs_T, entropy_T = function.apply(  # type: ignore[no-untyped-call]
+        hidden_TH, weight_VH, targets_T, temperature, chunk_tokens, with_entropy, weight_gradient_VH
     )
     return logprobs_T, entropy_T
 
@@ -78,18 +89,19 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool,
+        weight_gradient_VH: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden_TH.dtype, torch.float32)
         lse_T = torch.empty(len(hidden_TH), dtype=wide, device=hidden_TH.device)
         logprobs_T, entropy_T = torch.empty_like(lse_T), torch.empty_like(lse_T)
-        for rows in _chunks(len(hidden_TH), chunk_tokens):
+        for rows in chunks(len(hidden_TH), chunk_tokens):
             z_CV = logits(hidden_TH[rows], weight_VH).div_(temperature)
             torch.logsumexp(z_CV, dim=-1, out=lse_T[rows])
             logprobs_CV = z_CV.sub_(lse_T[rows, None])
             logprobs_T[rows] = logprobs_CV.gather(1, targets_T[rows, None])[:, 0]
             entropy_T[rows] = -(logprobs_CV.exp() * logprobs_CV).sum(dim=-1)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, lse_T, entropy_T if with_entropy else None)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.temperature, ctx.chunk_tokens, ctx.weight_gradient_VH = temperature, chunk_tokens, weight_gradient_VH
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_T)
@@ -99,15 +111,18 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden_TH, weight_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
         # float32 over the chunks: a bfloat16 sum would lose what the later ones add
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=lse_T.dtype) if needs_weight else None
+        grad_weight_VH = ctx.weight_gradient_VH
+        is_own = grad_weight_VH is None and needs_weight
+        if is_own:
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=lse_T.dtype)
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(lse_T)
-        for rows in _chunks(len(hidden_TH), ctx.chunk_tokens):
+        for rows in chunks(len(hidden_TH), ctx.chunk_tokens):
             logprobs_CV = logits(hidden_TH[rows], weight_VH).div_(ctx.temperature).sub_(lse_T[rows, None])
             probs_CV = logprobs_CV.exp()
             grad_CV = probs_CV * -grad_logprobs_T[rows, None]
@@ -117,10 +132,11 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_CV = grad_CV.div_(ctx.temperature).to(weight_VH.dtype)
             if grad_hidden_TH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[rows])
-            if grad_weight_VH is not None:
+            if needs_weight:
                 grad_weight_VH += grad_CV.t() @ hidden_TH[rows]
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *(None,) * 4
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype) if is_own else None, *(None,) * 5
 
 
-def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+def chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    """The rows of each chunk."""
     return (slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens))

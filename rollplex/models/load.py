@@ -1,13 +1,14 @@
 """Models in and out of Hugging Face directories, and models with random weights.
 
-    load_model    config.json + *.safetensors -> VisionLanguageModel, tensor by tensor into packed parameters
+    load_model    config.json + *.safetensors -> VisionLanguageModel; on a GPU load_staged, elsewhere load_plain
     random_model  config                      -> VisionLanguageModel
     save_model    VisionLanguageModel         -> config.json, *.safetensors under the published names, processor files
 
 Parameters are made without storage, then empty on their device, then filled: no second copy of the model exists in host
 memory. A tensor that is missing, left over, of a wrong shape or unreadable is a CheckpointError that names it and its
-file. This file knows no training state, and a family's names only through its `parts`. Writing is not atomic: whoever
-needs a directory that is either whole or absent writes beside it and renames.
+file; all but the last is found before a weight is written. This file knows no training state, and a family's names only
+through its `parts`. Writing is not atomic: whoever needs a directory that is whole or absent writes beside it and
+renames.
 """
 
 import copy
@@ -15,30 +16,39 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
 from rollplex.errors import CheckpointError
 from rollplex.models.qwen_vl import SUPPORTED_MODEL_TYPES, Part, QwenVL
+from rollplex.models.shards import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Staging,
+    StoredTensor,
+    listed,
+    read_json,
+    read_tensors,
+    staged_rows,
+    weight_files,
+)
 from rollplex.models.vlm import VisionLanguageModel
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_SHARD_BYTES = 5 * 2**30
 """Size of the shards that published checkpoints have."""
-MAX_NAMES_IN_ERROR = 8
+DEFAULT_STAGING = Staging()
 PROCESSOR_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,6 +73,28 @@ class _Target:
     parameter: nn.Parameter
     part: Part
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the checkpoint has it."""
+        return tuple(self.part.of(self.parameter.detach().to("meta")).shape)
+
+    def write(self, tensor: Tensor) -> None:
+        """Put the whole tensor into its place."""
+        if self.part.transposed and self.parameter.device.type == "cpu":
+            # Converted first, and both sides in two dimensions: torch's copy then goes through blocks that fit a cache.
+            self.part.of(self.parameter.detach()).t().copy_(tensor.to(self.parameter.dtype).t())
+        else:
+            self.part.write(self.parameter.detach(), tensor)
+
+    def write_rows(self, first: int, rows: Tensor) -> None:
+        """Put the tensor's rows from `first` on into their place: a part of one slot, or of several."""
+        packed, one_slot = self.parameter.detach(), replace(self.part, num_slots=1)
+        slots = [one_slot.of(slot) for slot in packed.view(self.part.num_slots, -1, *packed.shape[1:])]
+        length, stop = len(slots[0]), first + len(rows)
+        for index in range(first // length, -(-stop // length)):
+            start, end = max(first, index * length), min(stop, (index + 1) * length)
+            slots[index][start - index * length : end - index * length].copy_(rows[start - first : end - first])
+
 
 def load_model(source: str, dtype: torch.dtype, device: torch.device | str) -> VisionLanguageModel:
     """A checkpoint's model: `source` is a directory in Hugging Face format, or a hub name.
@@ -70,9 +102,33 @@ def load_model(source: str, dtype: torch.dtype, device: torch.device | str) -> V
     Raises:
         CheckpointError: it is not found, not readable, of a kind not supported, or its tensors do not fit its config.
     """
-    directory = checkpoint_directory(source)
-    model = _empty_model(read_config(directory), dtype, torch.device(device))
-    _fill(model, _tensor_files(directory))
+    load = load_staged if torch.device(device).type == "cuda" else load_plain
+    return load(source, dtype, device)
+
+
+@torch.no_grad()
+def load_plain(source: str, dtype: torch.dtype, device: torch.device | str) -> VisionLanguageModel:
+    """The same tensor by tensor, through safetensors' own reader: for a CPU, and the oracle of the other way."""
+    model, targets = _prepare(source, dtype, torch.device(device))
+    by_name = {(tensor.path, tensor.name): target for tensor, target in targets.items()}
+    for path in {tensor.path: None for tensor in targets}:
+        names = [name for file, name in by_name if file == path]
+        for name, tensor in read_tensors(path, names):
+            by_name[path, name].write(tensor)
+    return model
+
+
+@torch.no_grad()
+def load_staged(
+    source: str, dtype: torch.dtype, device: torch.device | str, staging: Staging = DEFAULT_STAGING
+) -> VisionLanguageModel:
+    """The same bits, read by several threads and converted, transposed and packed on the device."""
+    model, targets = _prepare(source, dtype, torch.device(device))
+    with closing(staged_rows(targets, model.device, staging)) as pieces:
+        for rows, values in pieces:
+            targets[rows.tensor].write_rows(rows.first, values)
+    if model.device.type == "cuda":  # other streams may use the weights next
+        torch.cuda.current_stream(model.device).synchronize()
     return model
 
 
@@ -84,10 +140,13 @@ def random_model(hf_config: Any, seed: int, dtype: torch.dtype, device: torch.de
     deviation = hf_config.vision_config.initializer_range
     with torch.no_grad():
         for name, parameter in model.vision.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, deviation, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            for part in _family(model).parts(f"vision.{name}"):  # padding is no part, and stays zero
+                values = torch.empty_like(part.of(parameter), memory_format=torch.contiguous_format)
+                if values.dim() > 1:
+                    values.normal_(0.0, deviation, generator=generator)
+                else:
+                    values.fill_(0.0 if name.endswith("bias") else 1.0)
+                part.write(parameter, values)
     return model
 
 
@@ -131,7 +190,7 @@ def save_model(
         raise CheckpointError(f"{target} already holds weights; save into an empty directory")
     _save_config(model, target)
     if source is not None:
-        origin = checkpoint_directory(source)
+        origin = checkpoint_directory(source, weights=False)
         for name in PROCESSOR_FILES:
             if (origin / name).is_file() and not (target / name).exists():
                 shutil.copyfile(origin / name, target / name)
@@ -140,17 +199,20 @@ def save_model(
         _flush(path)
 
 
-def checkpoint_directory(source: str) -> Path:
-    """The local directory of a checkpoint; a hub name's files are downloaded, or found in the hub client's cache."""
+def checkpoint_directory(source: str, weights: bool = True) -> Path:
+    """The local directory of a checkpoint; a hub name's files are downloaded, or found in the hub client's cache.
+
+    Args:
+        weights: whether they are wanted too; the small files always are.
+    """
     path = Path(source).expanduser()
     if source and path.is_dir():
         return path
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
         raise CheckpointError(f"{source!r} is neither a directory nor a hub name (owner/name)")
+    patterns = ["config.json", *PROCESSOR_FILES, *(["*.safetensors", INDEX_FILE] if weights else [])]
     try:
-        return Path(
-            snapshot_download(source, allow_patterns=["*.safetensors", INDEX_FILE, "config.json", *PROCESSOR_FILES])
-        )
+        return Path(snapshot_download(source, allow_patterns=patterns))
     except Exception as error:  # the hub client raises its own errors and those of its HTTP library
         raise CheckpointError(f"{source!r} is not a directory, and the hub does not give it: {error}") from error
 
@@ -158,7 +220,7 @@ def checkpoint_directory(source: str) -> Path:
 def read_config(directory: Path) -> Any:
     """The checkpoint's Hugging Face config."""
     path = directory / "config.json"
-    values = _read_json(path, f"{directory} has no config.json; give a directory in Hugging Face format")
+    values = read_json(path, f"{directory} has no config.json; give a directory in Hugging Face format")
     if values.get("model_type") not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise CheckpointError(
@@ -176,151 +238,74 @@ def _family(model: VisionLanguageModel) -> QwenVL:
 
 
 def _empty_model(hf_config: Any, dtype: torch.dtype, device: torch.device) -> VisionLanguageModel:
-    """The model with uninitialised parameters of `dtype` on `device`, and its computed buffers in float32."""
+    """The model with parameters of `dtype` on `device`: zeros, which is what padding rows have to be."""
     with torch.device("meta"):
         model = VisionLanguageModel(QwenVL(hf_config))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device)))
-        for name, buffer in module.named_buffers(recurse=False):
-            assert not buffer.is_meta, f"buffer {name} has no values"
-            setattr(module, name, buffer.to(device))
+            setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device)))
     return model
 
 
-def _fill(model: VisionLanguageModel, files: dict[Path, list[str]]) -> None:
-    """Read every tensor into its place; all of them, and no others, have to be there."""
-    family = _family(model)
-    targets = {
+def _prepare(
+    source: str, dtype: torch.dtype, device: torch.device
+) -> tuple[VisionLanguageModel, dict[StoredTensor, _Target]]:
+    """The empty model, and what goes where in it: every tensor's name, type and shape has been checked."""
+    directory = checkpoint_directory(source)
+    model = _empty_model(read_config(directory), dtype, device)
+    family, tied = _family(model), model.decoder.untied_head is None
+    places = {
         part.hf_name: _Target(parameter, part)
         for name, parameter in model.named_parameters()
         for part in family.parts(name)
     }
-    origins = _origins(family, files)
-    tied = model.decoder.untied_head is None
-    unknown = [
-        f"{name} ({path.name})" for name, path in origins.items() if name not in targets and not (tied and name == HEAD)
-    ]
-    missing = [name for name in targets if name not in origins]
-    folder = next(iter(files)).parent
-    if unknown:
-        raise CheckpointError(f"{folder}: tensors that this model does not have: {_listed(unknown)}")
-    if missing:
+    stored = _by_published_name(family, weight_files(directory))
+    if unknown := [
+        f"{name} ({tensor.path.name})"
+        for name, tensor in stored.items()
+        if name not in places and not (tied and name == HEAD)
+    ]:
+        raise CheckpointError(f"{directory}: tensors that this model does not have: {listed(unknown)}")
+    if missing := [name for name in places if name not in stored]:
         hint = "; a tied checkpoint says tie_word_embeddings = true in its config.json" if HEAD in missing else ""
-        raise CheckpointError(f"{folder}: missing tensors: {_listed(missing)}{hint}")
-    for path, names in files.items():
-        for name, tensor in _read(path, names):
-            target = targets.get(family.published_name(name))
-            if target is not None:
-                _write(target, name, path, tensor)
-    if tied and HEAD in origins:
-        _require_tied(family, files, origins)
+        raise CheckpointError(f"{directory}: missing tensors: {listed(missing)}{hint}")
+    for name, target in places.items():
+        _require_fit(stored[name], target.shape)
+    if tied and HEAD in stored:
+        _require_tied(stored[EMBEDDING], stored[HEAD])
+    return model, {tensor: places[name] for name, tensor in stored.items() if name in places}
 
 
-@torch.no_grad()
-def _write(target: _Target, name: str, path: Path, tensor: Tensor) -> None:
-    expected = target.part.of(target.parameter.detach().to("meta")).shape
+def _require_fit(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    where = f"{tensor.name} in {tensor.path}"
     if tensor.dtype not in WEIGHT_DTYPES:
-        raise CheckpointError(f"{name} in {path}: dtype {tensor.dtype} is no weight's; use the unquantized checkpoint")
-    if tensor.shape != expected:
-        raise CheckpointError(f"{name} in {path} has shape {list(tensor.shape)}; its config.json says {list(expected)}")
-    target.part.write(target.parameter, tensor)
+        raise CheckpointError(f"{where}: dtype {tensor.dtype} is no weight's; use the unquantized checkpoint")
+    if tensor.shape != shape:
+        raise CheckpointError(f"{where} has shape {list(tensor.shape)}; its config.json says {list(shape)}")
 
 
-def _origins(family: QwenVL, files: dict[Path, list[str]]) -> dict[str, Path]:
-    """The file that holds each tensor, by published name."""
-    origins: dict[str, Path] = {}
-    for path, names in files.items():
-        for name in names:
-            published = family.published_name(name)
-            if published in origins:
-                raise CheckpointError(
-                    f"{published} is twice in the checkpoint: in {origins[published]} and, as {name}, in {path}"
-                )
-            origins[published] = path
-    return origins
+def _by_published_name(family: QwenVL, files: Mapping[Path, list[StoredTensor]]) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for tensor in (tensor for tensors in files.values() for tensor in tensors):
+        published = family.published_name(tensor.name)
+        if published in stored:
+            raise CheckpointError(
+                f"{published} is twice in the checkpoint: in {stored[published].path} and, as {tensor.name}, "
+                f"in {tensor.path}"
+            )
+        stored[published] = tensor
+    return stored
 
 
-def _require_tied(family: QwenVL, files: dict[Path, list[str]], origins: dict[str, Path]) -> None:
+def _require_tied(embedding: StoredTensor, head: StoredTensor) -> None:
     """A tied checkpoint may repeat its embedding as head, but then they must be the same numbers."""
-    found = {}
-    for published in (EMBEDDING, HEAD):
-        path = origins[published]
-        names = [name for name in files[path] if family.published_name(name) == published]
-        found[published] = next(_read(path, names))[1]
-    embedding, head = found[EMBEDDING], found[HEAD]
-    common = torch.promote_types(embedding.dtype, head.dtype)
-    if not torch.equal(embedding.to(common), head.to(common)):
+    (_, table), (_, repeated) = (next(read_tensors(stored.path, [stored.name])) for stored in (embedding, head))
+    common = torch.promote_types(table.dtype, repeated.dtype)
+    if not torch.equal(table.to(common), repeated.to(common)):
         raise CheckpointError(
-            f"{HEAD} in {origins[HEAD]} differs from {EMBEDDING}, but config.json says that they are tied; "
+            f"{HEAD} in {head.path} differs from {EMBEDDING}, but config.json says that they are tied; "
             "set tie_word_embeddings to false there, or remove the tensor"
         )
-
-
-def _tensor_files(directory: Path) -> dict[Path, list[str]]:
-    """Weight files, each with the names of its tensors."""
-    if (directory / SINGLE_FILE).is_file():
-        return {directory / SINGLE_FILE: _tensor_names(directory / SINGLE_FILE)}
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        patterns = ("*.bin", "*.pt", "*.pth", "*.safetensors")
-        found = sorted(path.name for pattern in patterns for path in directory.glob(pattern))
-        what = (
-            f"only {_listed(found)}; convert to safetensors with transformers' save_pretrained"
-            if found
-            else "no weights"
-        )
-        raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}: {what}")
-    weight_map = _read_json(index, f"{index} is missing").get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
-        raise CheckpointError(f"{index}: has no weight_map from tensor to file")
-    listed: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        listed.setdefault(file, []).append(name)
-    for file, names in listed.items():
-        if Path(file).name != file or not (directory / file).is_file():
-            missing = f"{index} names {file!r} for {_listed(names)}, but there is no such file"
-            raise CheckpointError(f"{missing}; fetch the whole checkpoint")
-    files = {directory / file: _tensor_names(directory / file) for file in sorted(listed)}
-    for path, names in files.items():
-        if differing := sorted(set(listed[path.name]) ^ set(names)):
-            raise CheckpointError(f"{index} and {path.name} disagree on which tensors it holds: {_listed(differing)}")
-    return files
-
-
-def _tensor_names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no whole safetensors file: {error}; fetch it again") from error
-
-
-def _read(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The file's tensors, one after the other."""
-    with safe_open(path, framework="pt") as file:
-        for name in names:
-            try:
-                tensor = file.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{name} in {path} cannot be read: {error}; fetch the file again") from error
-            yield name, tensor
-
-
-def _read_json(path: Path, if_missing: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(if_missing)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return values
 
 
 def _save_config(model: VisionLanguageModel, directory: Path) -> None:
@@ -334,15 +319,15 @@ def _save_config(model: VisionLanguageModel, directory: Path) -> None:
 def _save_weights(model: VisionLanguageModel, directory: Path, max_shard_bytes: int) -> None:
     shards = _shards(model, max_shard_bytes)
     tensors = named_hf_tensors(model)
-    weight_map: dict[str, str] = {}
+    weight_map, num_bytes = dict[str, str](), 0
     for number, names in enumerate(shards, 1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         # Only one shard at a time is in host memory beside the model.
         shard = {name: next(tensors)[1].cpu().contiguous() for name in names}
         save_file(shard, directory / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
+        num_bytes += sum(tensor.nbytes for tensor in shard.values())
     if len(shards) > 1:
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -366,8 +351,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
-    return shown if len(names) <= MAX_NAMES_IN_ERROR else f"{shown} and {len(names) - MAX_NAMES_IN_ERROR} more"

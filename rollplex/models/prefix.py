@@ -31,11 +31,13 @@ from rollplex.types import Prompt
 class PrefixState:
     """One prompt's prefix under one version of one model.
 
+    image_rows_I: where the image features are.
     inputs: each layer's input [P, H], kept for the backward pass; empty when it was not asked for.
     """
 
     version: int
     ids_P: Tensor
+    image_rows_I: Tensor
     rope: Rope
     encoded: Encoded
     kv: PrefixKV
@@ -66,9 +68,10 @@ def prefix_forward(
 
     attention = PrefixAttention(keep, Segments(tuple(length for length in lengths if length), device))
     with torch.no_grad():
-        ids_P = upload(np.concatenate([prompt.ids[:-1] for prompt in prompts]), device)
+        ids = np.concatenate([prompt.ids[:-1] for prompt in prompts])
+        ids_P, rows_I = upload(ids, device), model.image_rows(ids)
         rope = model.decoder.rope(upload(np.concatenate([prompt.positions[:, :-1] for prompt in prompts], 1), device))
-        x_PH = model.embed(ids_P, [feature for each in encoded for feature in each.features])
+        x_PH = model.embed(ids_P, [feature for each in encoded for feature in each.features], rows_I)
     for index in range(c.num_layers if sum(lengths) else 0):
         layer = model.decoder.layer(index)
         with torch.no_grad():
@@ -83,11 +86,14 @@ def prefix_forward(
     spans = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
 
     def state(span: slice, encoded: Encoded) -> PrefixState:
+        rows_I = model.image_rows(ids[span])
         kv = PrefixKV(k_LPKD[:, span], v_LPKD[:, span])
         if for_training:
             gradients = (torch.zeros(kv.k_LPKD.shape, dtype=torch.float32, device=device) for _ in range(2))
             kv = PrefixKV(kv.k_LPKD, kv.v_LPKD, *gradients)
-        return PrefixState(model.version, ids_P[span], rope.of(span), encoded, kv, [x_PH[span] for x_PH in inputs])
+        return PrefixState(
+            model.version, ids_P[span], rows_I, rope.of(span), encoded, kv, [x_PH[span] for x_PH in inputs]
+        )  # fmt: skip
 
     return tuple(state(*pair) for pair in zip(spans, encoded, strict=True))
 
@@ -126,11 +132,12 @@ def prefix_backward(
 
 
 def _embedding_backward(model: VisionLanguageModel, state: PrefixState, grad_PH: Tensor, train_vision: bool) -> None:
-    """Through the embedding table and, image by image, the vision tower (recomputed)."""
+    """Through the embedding table and, pass by pass, the vision tower (recomputed)."""
     with torch.enable_grad():
         features = [feature.detach().requires_grad_(train_vision) for feature in state.encoded.features]
-        model.embed(state.ids_P, features).backward(grad_PH)
+        model.embed(state.ids_P, features, state.image_rows_I).backward(grad_PH)
         if not train_vision:
             return
-        for image, feature in zip(state.encoded.images, features, strict=True):
-            model.encode([image])[0].backward(feature.grad)
+        gradients = iter([feature.grad for feature in features])
+        for images in model.vision_passes(state.encoded.images):
+            torch.autograd.backward(model.encode(images), [next(gradients) for _ in images])

@@ -1,6 +1,8 @@
 """The Qwen2.5-VL family: its config, its vision tower, and the names of its weights in a checkpoint.
 
-    visual.*, model.visual.*                        -> vision.*
+    visual.*, model.visual.*                        -> vision.*; in its layers, packed:
+        gate_proj, up_proj      -> gate_up            gate rows, up rows, each with the rows of zeros that pad them
+        down_proj               -> down               with as many columns of zeros
     model.layers.N.*, model.language_model.layers.N -> decoder.layers.N.*, packed:
         q_proj, k_proj, v_proj  -> qkv, qkv_bias      per K/V head: rows of its query heads, its key, its value
         gate_proj, up_proj      -> gate_up            per slot: gate rows, up rows
@@ -12,34 +14,36 @@ models/load.py moves the numbers. Prompts, positions and end-of-sequence ids are
 Legend: S slots, R rows of one tensor within a slot, H hidden (absent for biases), F features of one image.
 """
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from rollplex.errors import CheckpointError
 from rollplex.models.decoder import DecoderConfig
+from rollplex.models.vision import Grid, VisionConfig, VisionTower
 
 SUPPORTED_MODEL_TYPES = ("qwen2_5_vl",)
 DEFAULT_MROPE_SECTION = (16, 24, 24)
+VISION_ROPE_THETA = 10000.0
 """What transformers takes when a config names none."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The place of one checkpoint tensor in a packed parameter: rows start..stop of each of num_slots equal slots."""
+    """The place of one checkpoint tensor in a packed parameter: rows start..stop of each of num_slots equal slots.
+
+    num_columns: how many of each row are the tensor's; None: all of them.
+    """
 
     hf_name: str
     start: int
     stop: int
     num_slots: int = 1
     transposed: bool = False
+    num_columns: int | None = None
 
     def of(self, packed: Tensor) -> Tensor:
         """This part of a packed parameter, or of its gradient, in the checkpoint's shape: a view where one exists."""
@@ -53,7 +57,8 @@ class Part:
         rows_SRH.copy_((tensor.t() if self.transposed else tensor).reshape(rows_SRH.shape))
 
     def _rows(self, packed: Tensor) -> Tensor:
-        return packed.view(self.num_slots, -1, *packed.shape[1:])[:, self.start : self.stop]
+        rows_SRH = packed.view(self.num_slots, -1, *packed.shape[1:])[:, self.start : self.stop]
+        return rows_SRH if self.num_columns is None else rows_SRH[..., : self.num_columns]
 
 
 class QwenVL:
@@ -71,6 +76,7 @@ class QwenVL:
         assert isinstance(hf_config, Qwen2_5_VLConfig)
         self.hf_config: Any = hf_config  # its sections are typed as dict or config: beyond a type checker
         self._decoder_config = _decoder_config(hf_config)
+        self.vision_config = _vision_config(hf_config.vision_config)
 
     @property
     def decoder_config(self) -> DecoderConfig:
@@ -88,33 +94,15 @@ class QwenVL:
         return tuple(sorted({int(token) for token in ids if token is not None}))
 
     def build_vision(self) -> nn.Module:
-        """The tower of transformers, with scaled-dot-product attention, in the default dtype."""
-        config = copy.deepcopy(self.hf_config.vision_config)  # transformers notes dtype and attention in it
-        tower: Any = Qwen2_5_VisionTransformerPretrainedModel._from_config(
-            config, dtype=torch.get_default_dtype(), attn_implementation="sdpa"
-        )
-        # Rotary frequencies are computed, never loaded: they must be real even where parameters are on the meta device.
-        device = torch.get_default_device()
-        with torch.device("cpu" if device.type == "meta" else device):
-            tower.rotary_pos_emb = type(tower.rotary_pos_emb)(config)
-        return cast(nn.Module, tower)
+        """The tower, in the default dtype, on the default device."""
+        return VisionTower(self.vision_config)
 
-    def run_vision(self, tower: nn.Module, patches: Tensor, grid_13: Tensor) -> Tensor:
-        """Features [F, H] of one image. grid_13 stays on the CPU: the tower reads lengths from it without a sync."""
-        config = self.hf_config.vision_config
-        position_ids = get_vision_position_ids(grid_13, config.spatial_merge_size)
-        window_index, window_offsets = get_vision_window_index(
-            grid_13, config.spatial_merge_size, config.window_size, config.patch_size
-        )
-        output = tower(
-            patches,
-            grid_thw=grid_13,
-            position_ids=position_ids.to(patches.device),
-            window_index=window_index.to(patches.device),
-            cu_window_seqlens=window_offsets,
-        )
-        features_FH: Tensor = output.pooler_output
-        return features_FH
+    def run_vision(self, tower: nn.Module, patches_TC: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, ...]:
+        """Features [F, H] of each image, computed in one pass."""
+        assert isinstance(tower, VisionTower)
+        features_FH: Tensor = tower(patches_TC, grids)
+        features: tuple[Tensor, ...] = features_FH.split([tower.num_features(grid) for grid in grids])
+        return features
 
     def published_name(self, hf_name: str) -> str:
         """The published spelling of a checkpoint's tensor name; transformers' newer layout is accepted beside it."""
@@ -132,7 +120,7 @@ class QwenVL:
     def parts(self, parameter: str) -> tuple[Part, ...]:
         """The checkpoint's tensors that make up one parameter of VisionLanguageModel, under their published names."""
         if parameter.startswith("vision."):
-            return (_whole("visual." + parameter.removeprefix("vision.")),)
+            return _vision_parts(self.vision_config, parameter.removeprefix("vision."))
         name = parameter.removeprefix("decoder.")
         if name in _OUTER_NAMES:
             return (_whole(_OUTER_NAMES[name]),)
@@ -156,6 +144,45 @@ _WHOLE = 2**62
 
 def _whole(hf_name: str, transposed: bool = False) -> Part:
     return Part(hf_name, 0, _WHOLE, transposed=transposed)
+
+
+_VISION_OUTER_NAMES: Mapping[str, str] = {
+    "patch_embed": "patch_embed.proj.weight",
+    "merger.norm": "merger.ln_q.weight",
+    "merger.up": "merger.mlp.0.weight",
+    "merger.up_bias": "merger.mlp.0.bias",
+    "merger.down": "merger.mlp.2.weight",
+    "merger.down_bias": "merger.mlp.2.bias",
+}
+_VISION_LAYER_NAMES: Mapping[str, str] = {
+    "attention_norm": "norm1.weight",
+    "mlp_norm": "norm2.weight",
+    "qkv": "attn.qkv.weight",
+    "qkv_bias": "attn.qkv.bias",
+    "out": "attn.proj.weight",
+    "out_bias": "attn.proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+}
+
+
+def _vision_parts(config: VisionConfig, name: str) -> tuple[Part, ...]:
+    """Parts of one parameter of the tower; what no part covers is padding."""
+    if name in _VISION_OUTER_NAMES:
+        return (_whole("visual." + _VISION_OUTER_NAMES[name]),)
+    _, index, inner = name.split(".", 2)
+    prefix, rows, padded = f"visual.blocks.{index}.", config.intermediate, config.padded_intermediate
+    if inner in _VISION_LAYER_NAMES:
+        return (_whole(prefix + _VISION_LAYER_NAMES[inner]),)
+    match inner:
+        case "gate_up" | "gate_up_bias":
+            kind = "weight" if inner == "gate_up" else "bias"
+            return (
+                Part(f"{prefix}mlp.gate_proj.{kind}", 0, rows),
+                Part(f"{prefix}mlp.up_proj.{kind}", padded, padded + rows),
+            )
+        case "down":
+            return (Part(f"{prefix}mlp.down_proj.weight", 0, config.hidden, num_columns=rows),)
+    raise AssertionError(f"no checkpoint name for {inner}")
 
 
 def _layer_parts(config: DecoderConfig, prefix: str, inner: str) -> tuple[Part, ...]:
@@ -208,34 +235,53 @@ def _decoder_config(hf_config: Any) -> DecoderConfig:
     )
 
 
-def _refuse_unsupported(hf_config: Any, text: Any) -> None:
-    def refuse(field: str, value: object, why: str) -> None:
-        raise CheckpointError(f"config.json: {field} = {value!r}: {why}")
+def _vision_config(vision: Any) -> VisionConfig:
+    if vision.hidden_act != "silu":
+        _refuse("vision_config.hidden_act", vision.hidden_act, "only silu is supported")
+    rope = getattr(vision, "rope_parameters", None) or {}
+    return VisionConfig(
+        num_layers=vision.depth,
+        hidden=vision.hidden_size,
+        num_heads=vision.num_heads,
+        intermediate=vision.intermediate_size,
+        feature_size=vision.out_hidden_size,
+        patch_shape=(vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size),
+        merge=vision.spatial_merge_size,
+        window=vision.window_size // vision.spatial_merge_size // vision.patch_size,
+        full_layers=frozenset(vision.fullatt_block_indexes),
+        rope_theta=float(rope.get("rope_theta", VISION_ROPE_THETA)),
+    )
 
+
+def _refuse(field: str, value: object, why: str) -> None:
+    raise CheckpointError(f"config.json: {field} = {value!r}: {why}")
+
+
+def _refuse_unsupported(hf_config: Any, text: Any) -> None:
     rope = text.rope_parameters
     rope_type = rope.get("rope_type", "default")
     section = tuple(rope.get("mrope_section", DEFAULT_MROPE_SECTION))
     heads, kv_heads, hidden = text.num_attention_heads, text.num_key_value_heads, text.hidden_size
     features = hf_config.vision_config.out_hidden_size
     if rope_type not in ("default", "mrope"):
-        refuse("rope_type", rope_type, "only default and mrope are supported; remove the rope scaling")
+        _refuse("rope_type", rope_type, "only default and mrope are supported; remove the rope scaling")
     if hidden % heads or heads % kv_heads:
-        refuse(
+        _refuse(
             "num_attention_heads", heads, f"must divide hidden_size = {hidden} and be divisible by {kv_heads} K/V heads"
         )
     if getattr(text, "head_dim", None) not in (None, hidden // heads):
-        refuse("head_dim", text.head_dim, f"only hidden_size / num_attention_heads = {hidden // heads} is supported")
+        _refuse("head_dim", text.head_dim, f"only hidden_size / num_attention_heads = {hidden // heads} is supported")
     if len(section) != 3 or 2 * sum(section) != hidden // heads:
-        refuse(
+        _refuse(
             "mrope_section", list(section), f"must be three numbers that add up to half the head dim {hidden // heads}"
         )
     if any(kind != "full_attention" for kind in text.layer_types):
-        refuse("use_sliding_window", True, "sliding-window attention is not supported; set it to false")
+        _refuse("use_sliding_window", True, "sliding-window attention is not supported; set it to false")
     if text.hidden_act != "silu":
-        refuse("hidden_act", text.hidden_act, "only silu is supported")
+        _refuse("hidden_act", text.hidden_act, "only silu is supported")
     if text.attention_dropout:
-        refuse("attention_dropout", text.attention_dropout, "must be 0: sampling and training have to agree")
+        _refuse("attention_dropout", text.attention_dropout, "must be 0: sampling and training have to agree")
     if features != hidden:
-        refuse("vision_config.out_hidden_size", features, f"must equal the text model's hidden_size = {hidden}")
+        _refuse("vision_config.out_hidden_size", features, f"must equal the text model's hidden_size = {hidden}")
     if getattr(hf_config, "quantization_config", None):
-        refuse("quantization_config", "...", "quantized weights cannot be trained; use the unquantized checkpoint")
+        _refuse("quantization_config", "...", "quantized weights cannot be trained; use the unquantized checkpoint")

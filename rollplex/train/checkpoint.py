@@ -1,7 +1,7 @@
 """Training state on disk: everything that the next step depends on.
 
     model/                  the policy, in Hugging Face format (usable by itself)
-    optimizer.safetensors   moments, step counts, and float32 masters where the model computes in bfloat16
+    optimizer.safetensors   moments, step count, and float32 masters where the model computes in bfloat16
     state.json              next step, policy version, updates skipped so far
 
 Noise, data order and learning rate are functions of the step number, so they need no state. The directory's atomic
@@ -9,20 +9,25 @@ appearance is the run directory's business.
 """
 
 import json
+import math
 import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rollplex.errors import CheckpointError, ConfigError
 from rollplex.models.load import save_model
+from rollplex.train.optim import Optimizer
 from rollplex.train.policy import Policy
 
 MODEL = "model"
 _OPTIMIZER, _STATE = "optimizer.safetensors", "state.json"
+_HEADER_ALIGNMENT = 8
+"""Bytes; what follows the header of a safetensors file is aligned to it."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +42,32 @@ class TrainingState:
 def save_training(directory: Path, policy: Policy, state: TrainingState, source: str) -> None:
     """Write a checkpoint; `source` is the checkpoint whose tokenizer and processor files go with the model."""
     save_model(policy.model, directory / MODEL, source)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in policy.optimizer.state().items()}
-    save_file(tensors, directory / _OPTIMIZER)
+    _save_optimizer(directory / _OPTIMIZER, policy.optimizer)
     with (directory / _STATE).open("w", encoding="utf-8") as file:
         json.dump(asdict(state), file)
         file.flush()
         os.fsync(file.fileno())
 
 
+def _save_optimizer(path: Path, optimizer: Optimizer) -> None:
+    """Write a safetensors file piece by piece: its library's writers want every tensor in host memory, and copy all."""
+    shapes, entries, offset = optimizer.state_shapes(), dict[str, object](), 0
+    for key, shape in shapes.items():
+        end = offset + math.prod(shape) * torch.float32.itemsize
+        entries[key] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % _HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for key in shapes:
+            for piece in optimizer.state_pieces(key):
+                file.write(memoryview(piece.numpy()))  # type: ignore[arg-type]
+
+
 def checkpoint_bytes(policy: Policy) -> int:
     """Size of what save_training writes, but for a few small files."""
-    tensors = [*policy.model.parameters(), *policy.optimizer.state().values()]
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(parameter.nbytes for parameter in policy.model.parameters()) + policy.optimizer.state_bytes
 
 
 def require_room(directory: Path, policy: Policy) -> None:
@@ -74,7 +93,7 @@ def restore_training(directory: Path, policy: Policy) -> TrainingState:
     """Bring a policy whose weights were loaded from `directory/model` to exactly the state that was saved."""
     state, path = load_state(directory), directory / _OPTIMIZER
     try:
-        tensors = load_file(path)
+        tensors = load_file(path)  # maps the file: pages are read when they are copied
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); remove this checkpoint to use an older one") from error
     policy.optimizer.load_state(tensors)

@@ -112,7 +112,7 @@ class Policy(Scorer):
         trained = dict(model.trained_parameters(train_vision))
         for parameter in trained.values():
             parameter.requires_grad_(True)
-        self.gradients = GradientAccumulator(trained)
+        self.gradients = GradientAccumulator(trained, getattr(torch, config.gradient_dtype))
         self.optimizer = Optimizer(trained, config)
 
     @property

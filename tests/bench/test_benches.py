@@ -36,7 +36,7 @@ def test_exactness_compares_every_bit() -> None:
     config = exactness.recipe("serial", "cpu", "float32", kl_coefficient=0.0)
     (record,), (twin,) = exactness.run_steps(config, 1), exactness.run_steps(config, 1)
     assert exactness.records_equal(record, twin)
-    for broken in (twin.gradients["vision.blocks.0.mlp.down_proj.bias"], twin.after["decoder.layers.1.qkv_bias"],
+    for broken in (twin.gradients["vision.layers.0.down_bias"], twin.after["decoder.layers.1.qkv_bias"],
                    twin.groups[4].trained_T, torch.from_numpy(twin.groups[2].responses[3].raw_logprobs)):  # fmt: skip
         assert broken is not None
         kept = broken[0].clone()
@@ -51,7 +51,7 @@ def test_exactness_sees_a_wrong_gradient() -> None:
     (record,) = exactness.run_steps(config, 1)
     together, worst = exactness.gradient_errors(record, config.algo)
     assert max(together, worst) <= 1e-5
-    bias = record.gradients["vision.blocks.0.mlp.down_proj.bias"]
+    bias = record.gradients["vision.layers.0.down_bias"]
     bias *= 1.001
     assert exactness.gradient_errors(record, config.algo)[1] > 5e-4
 

@@ -12,9 +12,10 @@ from transformers import AutoConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalG
 
 from rollplex.errors import CheckpointError
 from rollplex.models.decoder import Decoder
+from rollplex.models.load import to_transformers
 from rollplex.models.qwen_vl import QwenVL
 from rollplex.models.vlm import VisionLanguageModel
-from rollplex.testing import SPECIAL_IDS, canned_prompts, hf_inputs, tiny_config
+from rollplex.testing import SPECIAL_IDS, canned_prompts, hf_inputs, tiny_config, tiny_model
 
 PUBLISHED_3B: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -85,6 +86,10 @@ def set_features(config: Any) -> None:
     config.vision_config.out_hidden_size = 48
 
 
+def set_activation(config: Any) -> None:
+    config.vision_config.hidden_act = "gelu"
+
+
 def set_quantization(config: Any) -> None:
     config.quantization_config = {"quant_method": "awq"}
 
@@ -100,6 +105,7 @@ def set_quantization(config: Any) -> None:
         (set_text(num_key_value_heads=3), "num_attention_heads = 4"),
         (set_text(head_dim=32), "head_dim = 32"),
         (set_features, "out_hidden_size = 48"),
+        (set_activation, "vision_config.hidden_act = 'gelu'"),
         (set_quantization, "quantization_config"),
     ],
 )
@@ -207,31 +213,65 @@ def test_every_weight_of_transformers_has_exactly_one_place() -> None:
         assert family.module_name(family.published_name(name)) == name
 
 
-def test_the_tower_built_without_storage_has_its_rotary_frequencies() -> None:
+@given(intermediate=st.integers(1, 100), layer=st.integers(0, 1))
+def test_packing_of_the_tower_is_the_rule_written_out(intermediate: int, layer: int) -> None:
+    config: Any = tiny_config()
+    config.vision_config.intermediate_size = intermediate
+    family = QwenVL(config)
+    with torch.device("meta"):
+        hf: Any = Qwen2_5_VLForConditionalGeneration(config)
+        ours = dict(family.build_vision().layers[layer].named_parameters())  # type: ignore[index, union-attr]
+    mlp = hf.model.visual.blocks[layer].mlp
+    tensors = {f"mlp.{name}": torch.randn(weight.shape) for name, weight in mlp.named_parameters()}
+    rows = intermediate if intermediate % 16 == 0 else (intermediate // 64 + 1) * 64
+
+    def padded(name: str) -> torch.Tensor:
+        weight = tensors[f"mlp.{name}"]
+        return torch.cat([weight, torch.zeros(rows - len(weight), *weight.shape[1:])])
+
+    by_hand = {
+        "gate_up": torch.cat([padded("gate_proj.weight"), padded("up_proj.weight")]),
+        "gate_up_bias": torch.cat([padded("gate_proj.bias"), padded("up_proj.bias")]),
+        "down": torch.cat([tensors["mlp.down_proj.weight"], torch.zeros(32, rows - intermediate)], dim=1),
+    }
+    prefix = f"visual.blocks.{layer}."
+    for name, expected in by_hand.items():
+        packed = torch.zeros(ours[name].shape)
+        for part in family.parts(f"vision.layers.{layer}.{name}"):
+            part.write(packed, tensors[part.hf_name.removeprefix(prefix)])
+            assert torch.equal(part.of(packed), tensors[part.hf_name.removeprefix(prefix)])
+        assert torch.equal(packed, expected), name
+
+
+def test_the_tower_built_without_storage_knows_its_rotary_frequencies() -> None:
     family = QwenVL(tiny_config())
-    expected = dict(family.build_vision().named_buffers())
     with torch.device("meta"):
         tower = family.build_vision()
-    buffers = dict(tower.named_buffers())
-    assert expected
-    assert buffers.keys() == expected.keys()
+    weights = family.build_vision()
     assert all(parameter.is_meta for parameter in tower.parameters())
-    for name, buffer in buffers.items():
-        assert buffer.dtype == torch.float32
-        assert torch.equal(buffer, expected[name]), name
+    for parameter in weights.parameters():
+        torch.nn.init.normal_(parameter)
+    tower.load_state_dict(weights.state_dict(), assign=True)
+    patches_TC, grids = torch.randn(24, 3 * 2 * 14 * 14), [(1, 4, 6)]
+    for one, other in zip(family.run_vision(tower, patches_TC, grids), family.run_vision(weights, patches_TC, grids),
+                          strict=True):  # fmt: skip
+        assert torch.equal(one, other)
 
 
-def test_features_equal_those_of_transformers_image_by_image() -> None:
-    config = tiny_config()
-    family = QwenVL(config)
-    hf: Any = Qwen2_5_VLForConditionalGeneration(config)
+@pytest.mark.parametrize("theta", [10000.0, 500.0])
+def test_features_equal_those_of_transformers_in_one_call(theta: float) -> None:
+    config: Any = tiny_config()
+    if getattr(config.vision_config, "rope_parameters", None):
+        config.vision_config.rope_parameters["rope_theta"] = theta
+    hf = to_transformers(tiny_model(config))
     prompt = canned_prompts(config, (3,))[0]
     inputs = hf_inputs(prompt)
     with torch.no_grad():
         expected = hf.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"]).pooler_output
-        for image, features in zip(prompt.images, expected, strict=True):
-            actual = family.run_vision(hf.model.visual, torch.from_numpy(image.patches), torch.tensor([image.grid]))
-            torch.testing.assert_close(actual, features, atol=1e-5, rtol=0)
+        actual = tiny_model(config).encode(prompt.images)
+    assert len(actual) == 3
+    for features, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(features, theirs, atol=1e-5, rtol=0)
 
 
 def test_canned_positions_are_those_of_transformers() -> None:
