@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rollplex.models.elementwise import rms_norm, rotate_qkv, silu_mul
+from rollplex.models.elementwise import add_rms_norm, rms_norm, rotate_qkv, silu_mul
 
 GATE_UP_SLOTS = 8
 """Finest tensor-parallel degree of the feed-forward part that stays contiguous: 8 GPUs of one host."""
@@ -115,16 +115,12 @@ class Layer(nn.Module):
 
     def finish(self, x_TH: Tensor, o_TND: Tensor) -> Tensor:
         """Output projection and feed-forward part, with both residual additions."""
-        x_TH = _add_product(x_TH, o_TND.reshape(x_TH.shape[0], -1), self.out_t)
-        gate_up_TF = F.linear(self.mlp_norm(x_TH), self.gate_up)
-        return _add_product(x_TH, silu_mul(gate_up_TF, self.config.num_gate_up_slots), self.down_t)
-
-
-def _add_product(x_TH: Tensor, y_TF: Tensor, weight_FH: Tensor) -> Tensor:
-    """x + y @ weight; on a GPU in one kernel, which rounds once."""
-    if x_TH.is_cuda:
-        return torch.addmm(x_TH, y_TF, weight_FH)
-    return x_TH + F.linear(y_TF, weight_FH.t())
+        out_TH = F.linear(o_TND.reshape(x_TH.shape[0], -1), self.out_t.t())
+        x_TH, normed_TH = add_rms_norm(x_TH, out_TH, self.mlp_norm.weight, self.mlp_norm.eps)
+        hidden_TF = silu_mul(F.linear(normed_TH, self.gate_up), self.config.num_gate_up_slots)
+        if x_TH.is_cuda and not torch.is_grad_enabled():
+            return x_TH.addmm_(hidden_TF, self.down_t)  # the sum above is nobody else's
+        return x_TH + F.linear(hidden_TF, self.down_t.t())
 
 
 class Decoder(nn.Module):

@@ -5,8 +5,9 @@ float32), and only two numbers per token are wanted. So `token_logprobs` goes ov
 backward, and keeps per token no more than the log-sum-exp and the entropy; backward makes each chunk's logits again.
 `token_logprobs_at_once` is the same function as one would write it first.
 
-Logits are computed in the weights' dtype and then widened to float32, as transformers does. This file knows no
-decoder, no sampling filter and no loss.
+Logits are computed in the weights' dtype and then widened to float32, as transformers does. On a GPU,
+kernels/logprobs.py widens them in registers; here is what CPUs run, and float64. This file knows no decoder, no
+sampling filter and no loss.
 
 Shapes: T tokens, C tokens of one chunk, B sequences, H hidden, V vocabulary.
 """
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_FUSED_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def logits(hidden_BH: Tensor, weight_VH: Tensor) -> Tensor:
@@ -50,15 +53,12 @@ def token_logprobs(
     assert chunk_tokens >= 1, chunk_tokens
     assert hidden_TH.dtype == weight_VH.dtype, f"hidden {hidden_TH.dtype}, weight {weight_VH.dtype}"
     assert weight_gradient_VH is None or weight_gradient_VH.dtype == torch.float32, weight_gradient_VH.dtype
-    function = _TokenLogprobs
+    arguments = (hidden_TH, weight_VH, targets_T, temperature, chunk_tokens, with_entropy, weight_gradient_VH)
     if hidden_TH.is_cuda and hidden_TH.dtype in _FUSED_DTYPES:
-        # Loaded on first use: CPU users need no Triton.
-        from rollplex.models.kernels.logprobs import FusedTokenLogprobs
+        from rollplex.models.kernels import logprobs  # on first use: CPU users need no Triton
 
-        function = FusedTokenLogprobs
-    logprobs_T, entropy_T = function.apply(  # type: ignore[no-untyped-call]
-        hidden_TH, weight_VH, targets_T, temperature, chunk_tokens, with_entropy, weight_gradient_VH
-    )
+        return logprobs.token_logprobs(*arguments)
+    logprobs_T, entropy_T = _TokenLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs_T, entropy_T
 
 

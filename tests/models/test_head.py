@@ -111,6 +111,20 @@ def test_only_one_input_requires_grad(trained: int) -> None:
     assert torch.equal(inputs[trained].grad, expected)  # type: ignore[arg-type]
 
 
+def test_weight_gradient_is_added_to_a_given_sum() -> None:
+    for dtype, tolerance in [(torch.float32, FLOAT32_TOLERANCE), (torch.bfloat16, 2**-8)]:
+        tensors = make(9, dtype=dtype)
+        expected = run(token_logprobs, tensors, 4)
+        hidden_TH, weight_VH = (tensor.detach().clone().requires_grad_() for tensor in tensors[:2])
+        sum_VH = torch.ones(50, 16)
+        logprobs_T, entropy_T = token_logprobs(hidden_TH, weight_VH, tensors[2], 0.7, 4, weight_gradient_VH=sum_VH)
+        weights_T = torch.linspace(-1, 2, 9)
+        ((weights_T * logprobs_T).sum() + (weights_T.flip(0) * entropy_T).sum()).backward()
+        assert torch.equal(hidden_TH.grad, expected[2])  # type: ignore[arg-type]
+        assert weight_VH.grad is None
+        assert relative_error(sum_VH - 1, expected[3]) <= tolerance
+
+
 def test_no_tokens() -> None:
     outputs = run(token_logprobs, make(0), 4)
     assert [output.shape for output in outputs] == [(0,), (0,), (0, 16), (50, 16)]

@@ -21,9 +21,8 @@ from rollplex.train.optim import GradientAccumulator, Optimizer, _global_norm, l
 
 CONFIG = TrainConfig(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), max_grad_norm=0.5)
 
-NUM_MICROBATCHES = 8
-BFLOAT16_SUM_ERROR = 0.006
-"""Relative. Each of 8 sums is rounded to 8 bits: sqrt(8) times a mean rounding of 0.0016 of the mean partial sum."""
+BFLOAT16_SUM_ERROR = 0.0013
+"""Of the gradient's norm, times the square root of the number of backward passes; 0.0010 to 0.0011 was measured."""
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -178,20 +177,22 @@ def test_no_two_gradients_exist_at_a_time() -> None:
     assert sorted(alive) == sorted([name] for name in parameters)
 
 
+@pytest.mark.parametrize("num_microbatches", [8, 32, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_error_of_bfloat16_sums(dtype: torch.dtype) -> None:
-    """Eight microbatches, whose gradients are sums over tokens; the bound is what the docstring of the class says."""
+def test_error_of_bfloat16_sums(dtype: torch.dtype, num_microbatches: int) -> None:
+    """Each microbatch's gradient is a sum over tokens; the bound is what the docstring of the class says."""
     totals = []
     for sums in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32)).to(dtype)
         accumulator = GradientAccumulator(dict(model.named_parameters()), sums)
-        for _ in range(NUM_MICROBATCHES):
+        for _ in range(num_microbatches):
             model(torch.randn(40, 64).to(dtype)).float().square().sum().backward()
         assert all(buffer.dtype == sums for buffer in accumulator.buffers.values())
         totals.append(torch.cat([buffer.float().view(-1) for buffer in accumulator.buffers.values()]))
     error = float((totals[1] - totals[0]).norm() / totals[0].norm())
-    assert BFLOAT16_SUM_ERROR / 4 < error < BFLOAT16_SUM_ERROR
+    bound = BFLOAT16_SUM_ERROR * math.sqrt(num_microbatches)
+    assert bound / 2 < error < bound
 
 
 def test_bfloat16_sums_are_widened_before_they_are_scaled() -> None:

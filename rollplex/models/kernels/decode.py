@@ -9,7 +9,7 @@
 All sizes that change from step to step are read from device tables, so both launches can be captured in a CUDA graph.
 Where a prefix is cut is planned on the host from token counts alone, where a suffix is cut follows from its own length:
 a row's bits depend on the lengths and row counts of the batch's groups (through the plan), on the row's own length and
-on the tuning, never on the number of SMs, on timing or on what other rows contain.
+on the tuning and the longest suffix allowed, never on the number of SMs, on timing or on what other rows contain.
 
 It does not know samples, who owns a block, or where prefixes come from: groups carry plain addresses.
 
@@ -21,7 +21,7 @@ S parts of a row, I prefix items, G groups, F fields.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ class DecodeTuning:
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
+    """Per thread; the compiler's choice allows two programs of 4 warps on an SM, 168 allow three."""
     block_m: int = 64
     """Rows (samples x query heads per K) of a prefix tile."""
     target_programs: int = TARGET_PROGRAMS
@@ -61,6 +63,10 @@ class DecodeTuning:
     def __post_init__(self) -> None:
         assert PREFIX_UNIT % self.block_n == 0 and self.suffix_split % self.block_n == 0
         assert self.block_m >= NARROW and self.block_m & (self.block_m - 1) == 0
+
+    def for_float32(self) -> "DecodeTuning":
+        """Small tiles: exact float32 products use no tensor cores, and large tiles of them do not fit in registers."""
+        return replace(self, block_n=16, block_m=NARROW, num_stages=1, max_registers=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +139,8 @@ class GroupedDecodeAttention:
     ) -> "GroupedDecodeAttention":  # fmt: skip
         """Scratch for steps of up to `max_rows` rows with up to `max_blocks` blocks each; all layers share it."""
         tuning = tuning or DecodeTuning()
+        if pages.k_LSKD.dtype == torch.float32:
+            tuning = tuning.for_float32()
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         assert pages.k_LSKD.shape[2:] == (num_kv_heads, head_dim) and pages.k_LSKD.is_contiguous()
         assert num_heads // num_kv_heads <= NARROW and head_dim % 8 == 0, "one small tile; loads of 16 bytes"
@@ -173,7 +181,6 @@ class DecodeStep:
         queries, parts = num_heads // num_kv_heads, at.o_TNSD.shape[2]
         block_d = max(16, triton.next_power_of_2(head_dim))
         num_items = min(on.items_IF.shape[0], max_items(num_rows, queries, num_kv_heads, tuning))
-        wide = q_TND.dtype == torch.float32  # twice the bytes, and no tensor cores that are exact
         o_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
         own = {
             "SUFFIX_SPLITS": at.num_suffix_splits, "SUFFIX_SPLIT": tuning.suffix_split, "BLOCK_N": tuning.block_n,
@@ -185,10 +192,10 @@ class DecodeStep:
             layer, num_items, q_TND.stride(0), k_TKD.stride(0), v_TKD.stride(0), on.blocks_TM.stride(0),
             head_dim**-0.5 * LOG2_E, **own, KV_HEADS=num_kv_heads, QUERIES=queries, BLOCK_SIZE=at.block_size,
             BLOCK_M=tuning.block_m, NARROW_M=NARROW, ALIGN=16 // q_TND.element_size(),
-            STAGES=1 if wide else tuning.num_stages, num_warps=tuning.num_warps,
+            STAGES=tuning.num_stages, num_warps=tuning.num_warps, maxnreg=tuning.max_registers,
         )  # fmt: skip
         _merge_kernel[(num_rows * num_heads,)](
-            at.o_TNSD, at.lse_TNS, on.lengths_T, on.splits_T, o_TND, **own, BLOCK_S=16, num_warps=2
+            at.o_TNSD, at.lse_TNS, on.lengths_T, on.splits_T, o_TND, **own, BLOCK_S=32, num_warps=4
         )
         return o_TND
 
@@ -313,6 +320,22 @@ def _prefix_program(
 
 
 @triton.jit
+def _new_token(
+    k_ptr, v_ptr, k_head, v_head, blocks, position,
+    BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One head's new K and V in float32, after storing them at `position` of the row's pages."""
+    d = tl.arange(0, BLOCK_D)
+    k = tl.load(k_ptr + d, mask=d < HEAD_DIM, other=0.0)
+    v = tl.load(v_ptr + d, mask=d < HEAD_DIM, other=0.0)
+    block = tl.load(blocks + position // BLOCK_SIZE).to(tl.int64)
+    slot = (block * BLOCK_SIZE + position % BLOCK_SIZE) * TOKEN
+    tl.store(k_head + slot + d, k, mask=d < HEAD_DIM)
+    tl.store(v_head + slot + d, v, mask=d < HEAD_DIM)
+    return k.to(tl.float32), v.to(tl.float32)
+
+
+@triton.jit
 def _suffix_program(
     row, split, head, q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, blocks_ptr, lengths_ptr, splits_ptr, o_ptr,
     lse_ptr, q_stride, k_stride, v_stride, blocks_stride, scale,
@@ -339,15 +362,13 @@ def _suffix_program(
         acc = tl.zeros((NARROW_M, BLOCK_D), tl.float32)
         last = length - 1
         if first + size >= length:  # the new token is this program's: it comes first, and goes to its page
-            new_k = tl.load(k_ptr + row64 * k_stride + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-            new_v = tl.load(v_ptr + row64 * v_stride + head * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
-            block = tl.load(blocks + last // BLOCK_SIZE).to(tl.int64)
-            slot = (block * BLOCK_SIZE + last % BLOCK_SIZE) * TOKEN
-            tl.store(k_head + slot + d, new_k, mask=d < HEAD_DIM)
-            tl.store(v_head + slot + d, new_v, mask=d < HEAD_DIM)
-            top = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+            new_k, new_v = _new_token(
+                k_ptr + row64 * k_stride + head * HEAD_DIM, v_ptr + row64 * v_stride + head * HEAD_DIM,
+                k_head, v_head, blocks, last, BLOCK_SIZE, TOKEN, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+            top = tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale
             total = tl.full((NARROW_M,), 1.0, tl.float32)
-            acc += new_v.to(tl.float32)[None, :]
+            acc += new_v[None, :]
         top, total, acc = _attend(
             q, k_head, v_head, blocks, first, tl.minimum(first + size, last), scale, top, total, acc,
             True, BLOCK_SIZE, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES,

@@ -7,12 +7,12 @@
                            gradient @ weight                 a product: the hidden states' gradient
                            sum += gradient.T @ hidden        a product, added in float32 as it is made
 
-So a chunk costs 4 products of which one is the recomputation, and tokens that fit one chunk cost 3. Extra memory: one
-chunk of logits, in the weights' dtype, held from forward to backward; and the weight's gradient. head.py defines what is
-computed. Arithmetic is float32; what the kernels add is not rounded in between.
+So a chunk costs 4 products, one of them the recomputation, and tokens that fit in one chunk cost 3. Extra memory: one
+chunk of logits, in the weights' dtype, held from forward to backward, and the weight's gradient. head.py defines what
+is computed; arithmetic is float32.
 
-A program takes one stretch of one token's row. A token's numbers depend on its logits and on the vocabulary's size only:
-not on the tokens beside it, not on the number of SMs; nothing waits for the host. Logits of -inf are ids without
+A program takes one stretch of one token's row. A token's numbers depend on its logits and on the vocabulary's size
+only: not on the tokens beside it, not on the number of SMs; nothing waits for the host. Logits of -inf are ids without
 probability. A target outside the vocabulary gives NaN.
 
 It knows no decoder and no loss.
@@ -75,15 +75,17 @@ def _stretch_kernel(
     NUM_STRETCHES: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """Largest logit of a stretch; with u = scale (logit - largest), the sums of 2^u and of 2^u u."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
+    row = (program // NUM_STRETCHES).to(tl.int64)
     v = program % NUM_STRETCHES * STRETCH + tl.arange(0, STRETCH)
-    x = _load_stretch(logits_ptr + program // NUM_STRETCHES * width, v, vocabulary, width)
+    x = _load_stretch(logits_ptr + row * width, v, vocabulary, width)
     largest = tl.max(x, 0)
     u = (x - tl.where(largest == -float("inf"), 0.0, largest)) * scale
     e = tl.exp2(u)
-    tl.store(partial_ptr + program * 3, largest)
-    tl.store(partial_ptr + program * 3 + 1, tl.sum(e, 0))
-    tl.store(partial_ptr + program * 3 + 2, tl.sum(tl.where(e == 0.0, 0.0, e * u), 0))  # not 0 times infinity
+    partial_ptr += program.to(tl.int64) * 3
+    tl.store(partial_ptr, largest)
+    tl.store(partial_ptr + 1, tl.sum(e, 0))
+    tl.store(partial_ptr + 2, tl.sum(tl.where(e == 0.0, 0.0, e * u), 0))  # not 0 times infinity
 
 
 @triton.jit
@@ -122,8 +124,8 @@ def _gradient_kernel(
     NUM_STRETCHES: tl.constexpr, STRETCH: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """A stretch of logits becomes its gradient, (g (onehot - p) - h p (log p + entropy)) / temperature."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program // NUM_STRETCHES
+    program = tl.program_id(0)
+    row = (program // NUM_STRETCHES).to(tl.int64)
     v = program % NUM_STRETCHES * STRETCH + tl.arange(0, STRETCH)
     x = _load_stretch(logits_ptr + row * width, v, vocabulary, width)
     logprobs = (x - tl.load(largest_ptr + row)) * inverse_temperature - tl.load(log_sum_ptr + row)
@@ -154,7 +156,7 @@ def token_logprobs(
     return logprobs_T, entropy_T
 
 
-class FusedTokenLogprobs(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -209,9 +211,10 @@ def _chunk_gradients(
     ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Gradients with respect to the logits, from the last chunk to the first, all in the same room."""
-    hidden_TH, weight_VH, targets_T, *saved = ctx.saved_tensors
-    scores, vocabulary = Scores(*saved, saved[0]), len(weight_VH)  # nothing reads the log-probabilities
-    grad_logprobs_T = torch.zeros_like(saved[0]) if grad_logprobs_T is None else grad_logprobs_T.contiguous()
+    hidden_TH, weight_VH, targets_T, largest_T, log_sum_T, entropy_T = ctx.saved_tensors
+    scores = Scores(largest_T, log_sum_T, entropy_T, largest_T)  # nothing reads the log-probabilities
+    vocabulary = len(weight_VH)
+    grad_logprobs_T = torch.zeros_like(largest_T) if grad_logprobs_T is None else grad_logprobs_T.contiguous()
     grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T.contiguous()
     room_CW, ctx.room_CW = ctx.room_CW, None  # once: a second backward makes the last chunk's logits again
     has_logits = room_CW is not None
@@ -287,4 +290,6 @@ def _add_product(sum_VH: Tensor, grad_VC: Tensor, hidden_CH: Tensor, beta: float
 
 
 def _stretch(vocabulary: int) -> int:
-    return min(_STRETCH, triton.next_power_of_2(vocabulary))
+    """Elements of a row for one program."""
+    stretch: int = min(_STRETCH, triton.next_power_of_2(vocabulary))
+    return stretch

@@ -84,8 +84,8 @@ def batch(case: Case, device: torch.device, dtype: torch.dtype, tuning: DecodeTu
         torch.full((LAYERS, order.size * size, *heads), torch.nan, dtype=dtype, device=device) for _ in range(2)
     )
     written = [slot for slots in slots_T for slot in slots[:-1]]
-    for seed, pages in enumerate((k_LSKD, v_LSKD)):
-        pages[:, written] = normal(LAYERS, len(written), *heads, seed=seed, device=device, dtype=dtype)
+    for seed, x_LSKD in enumerate((k_LSKD, v_LSKD)):
+        x_LSKD[:, written] = normal(LAYERS, len(written), *heads, seed=seed, device=device, dtype=dtype)
     pages = PagedKV(k_LSKD, v_LSKD)
     config = DecoderConfig(
         num_layers=LAYERS, hidden=8, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads,
@@ -108,11 +108,11 @@ def batch(case: Case, device: torch.device, dtype: torch.dtype, tuning: DecodeTu
     items, splits = attention.plan([n for n, _ in case.groups], [len(rows) for _, rows in case.groups])
     items = np.concatenate((items, np.full((spare_items, 4), -1, dtype=np.int32)))
     splits = np.concatenate((splits, np.full(case.num_idle, 2, dtype=np.int32)))  # of idle rows: anything
-    tables = DecodeTables(
-        *(torch.tensor(np.asarray(x, dtype=np.int32)).to(device) for x in (order, lengths)),
-        torch.tensor(groups, dtype=torch.int64, device=device),
-        *(torch.from_numpy(x.astype(np.int32)).to(device) for x in (items, splits)),
+    blocks, lengths_T, items_IF, splits_T = (
+        torch.from_numpy(np.asarray(x, dtype=np.int32)).to(device) for x in (order, lengths, items, splits)
     )
+    groups_GF = torch.tensor(groups, dtype=torch.int64, device=device)
+    tables = DecodeTables(blocks, lengths_T, groups_GF, items_IF, splits_T)
     q, k, v = (
         normal(num_rows, n, case.head_dim, seed=3 + i, device=device, dtype=dtype)
         for i, n in enumerate((case.num_heads, case.num_kv_heads, case.num_kv_heads))
