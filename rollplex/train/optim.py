@@ -81,7 +81,8 @@ class Optimizer:
     zero: its moments fade and its decay applies. Were it left out, the update would depend on which batch, microbatch
     or rank a prompt happened to be in.
 
-    The bits of an update depend neither on chunk_elements nor on where the state lives.
+    The bits of an update depend neither on chunk_elements nor on where the state lives. Parameters are updated in the
+    memory that they have when the optimizer is made.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class DecodeTuning:
     target_programs: int = TARGET_PROGRAMS
     max_prefix_splits: int = 32
     """Parts that one prefix may be cut into: partial results cost as many bytes as the K/V of a few tokens each."""
-    suffix_split: int = 512
+    suffix_split: int = 256
     """Tokens of a suffix range, unless a row would then have more than `max_suffix_splits` of them."""
     max_suffix_splits: int = 8
 
