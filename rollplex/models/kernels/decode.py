@@ -32,6 +32,7 @@ from torch import Tensor
 
 from rollplex.models.attention import PagedKV
 from rollplex.models.decoder import DecoderConfig
+from rollplex.models.kernels.early import begin, starts_early
 
 TARGET_PROGRAMS = 2 * 132
 """Prefix programs that a batch is cut into: two for each SM of an H200. A constant, so that every device cuts alike."""
@@ -39,6 +40,8 @@ PREFIX_UNIT = 128
 """Prefix ranges are multiples of this many tokens: a whole number of tiles for every `block_n`."""
 NARROW = 16
 """Rows of the smallest tensor-core tile; a row's own tokens, and tiles with no more rows than this, use it."""
+FEW_ROWS = 16
+"""Rows up to which suffixes are cut finer, and parts merged by more threads, because programs are few."""
 LOG2_E = 1.4426950408889634
 
 
@@ -57,7 +60,7 @@ class DecodeTuning:
     max_prefix_splits: int = 32
     """Parts that one prefix may be cut into: partial results cost as many bytes as the K/V of a few tokens each."""
     suffix_split: int = 256
-    """Tokens of a suffix range, unless a row would then have more than `max_suffix_splits` of them."""
+    """Tokens of a suffix range in a step of few rows, and half the tokens of one in a step of many, unless a row would then have more than `max_suffix_splits` of them."""
     max_suffix_splits: int = 8
 
     def __post_init__(self) -> None:
@@ -182,8 +185,10 @@ class DecodeStep:
         block_d = max(16, triton.next_power_of_2(head_dim))
         num_items = min(on.items_IF.shape[0], max_items(num_rows, queries, num_kv_heads, tuning))
         o_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
+        early, few = starts_early(q_TND), num_rows <= FEW_ROWS
+        suffix_split = tuning.suffix_split if few else 2 * tuning.suffix_split
         own = {
-            "SUFFIX_SPLITS": at.num_suffix_splits, "SUFFIX_SPLIT": tuning.suffix_split, "BLOCK_N": tuning.block_n,
+            "SUFFIX_SPLITS": at.num_suffix_splits, "SUFFIX_SPLIT": suffix_split, "BLOCK_N": tuning.block_n,
             "HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "PARTS": parts,
         }  # fmt: skip
         _split_kernel[(num_items * num_kv_heads + num_rows * at.num_suffix_splits * num_kv_heads,)](
@@ -192,10 +197,12 @@ class DecodeStep:
             layer, num_items, q_TND.stride(0), k_TKD.stride(0), v_TKD.stride(0), on.blocks_TM.stride(0),
             head_dim**-0.5 * LOG2_E, **own, KV_HEADS=num_kv_heads, QUERIES=queries, BLOCK_SIZE=at.block_size,
             BLOCK_M=tuning.block_m, NARROW_M=NARROW, ALIGN=16 // q_TND.element_size(),
-            STAGES=tuning.num_stages, num_warps=tuning.num_warps, maxnreg=tuning.max_registers,
+            STAGES=tuning.num_stages, num_warps=tuning.num_warps, maxnreg=tuning.max_registers, EARLY=early,
+            launch_pdl=early,
         )  # fmt: skip
         _merge_kernel[(num_rows * num_heads,)](
-            at.o_TNSD, at.lse_TNS, on.lengths_T, on.splits_T, o_TND, **own, BLOCK_S=32, num_warps=4
+            at.o_TNSD, at.lse_TNS, on.lengths_T, on.splits_T, o_TND, **own, BLOCK_S=32 if few else 16,
+            EARLY=early, num_warps=4 if few else 2, launch_pdl=early,
         )
         return o_TND
 
@@ -384,10 +391,11 @@ def _split_kernel(
     SUFFIX_SPLITS: tl.constexpr, SUFFIX_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, NARROW_M: tl.constexpr,
-    ALIGN: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Heads are neighbours, as they are in memory; prefix items come first, being the longest."""
     TOKEN: tl.constexpr = KV_HEADS * HEAD_DIM
+    begin(EARLY)
     program = tl.program_id(0)
     head = program % KV_HEADS
     item = program // KV_HEADS
@@ -411,8 +419,10 @@ def _merge_kernel(
     part_o_ptr, part_lse_ptr, lengths_ptr, splits_ptr, o_ptr,
     SUFFIX_SPLITS: tl.constexpr, SUFFIX_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row's query head: all its parts, weighted, in their order."""
+    begin(EARLY)
     program = tl.program_id(0)
     row = program // HEADS
     base = tl.cast(program, tl.int64) * PARTS
