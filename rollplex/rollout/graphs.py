@@ -23,6 +23,7 @@ from torch import Tensor
 from rollplex.config import RolloutConfig
 from rollplex.models.attention import PagedKV, PrefixKV
 from rollplex.models.kernels.decode import DecodeTables, GroupedDecodeAttention, plan_items
+from rollplex.models.kernels.decode_layers import DecodeLayers
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.rollout.blocks import blocks_for
 from rollplex.rollout.fused_filters import find_kept
@@ -92,6 +93,7 @@ class GraphTokens:
         self._queries = c.num_heads // c.num_kv_heads
         blocks = blocks_for(config.max_new_tokens, config.block_size)
         self._attention = GroupedDecodeAttention.allocate(c, pages, rows, blocks, config.block_size)
+        self._layers = DecodeLayers(model.decoder, rows)
         int32, int64 = np.dtype(np.int32), np.dtype(np.int64)
         self._mirror = Mirror(
             {
@@ -203,7 +205,7 @@ class GraphTokens:
             DecodeTables(on["blocks"][:width], on["lengths"][:width], on["groups"], on["items"], on["splits"][:width])
         )
         rope = model.decoder.rope(on["positions"][:width].expand(3, -1))
-        hidden_BH = model.decoder(model.embed(ids_B), rope, attention)
+        hidden_BH = self._layers(model.embed(ids_B), rope, attention)
         logits_BV = hidden_BH @ model.decoder.head.t()
         kept = find_kept(logits_BV, params, self._banned_V)
         draw = fused_sample(logits_BV, on["keys"][:width], params.temperature, self._banned_V, kept=kept)

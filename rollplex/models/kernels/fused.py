@@ -28,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rollplex.models.elementwise import Heads
-from rollplex.models.kernels.early import begin, starts_early
 
 _NUM_ROW_BLOCKS = 512  # about 4 programs on each SM of an H200, and 7 MB of partial sums for a hidden size of 3,584
 _FEW_ROWS = 1 << 14  # up to here heads are spread over as many programs as possible; beyond, each moves 16 KB
@@ -37,9 +36,8 @@ _FEW_ROWS = 1 << 14  # up to here heads are spread over as many programs as poss
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, y_ptr, weight_ptr, sum_ptr, out_ptr, x_stride, y_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     inside = h < SIZE
@@ -107,10 +105,9 @@ def _one_of(q, k, v, is_q, is_k, is_v):
 def _rotate_kernel(
     packed_ptr, bias_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, num_rows, cos_stride, sin_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BIAS: tl.constexpr, BACKWARD: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, BIAS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Rows (token, slot) of the packed projection, unpacked and rotated; or packed and rotated back."""
-    begin(EARLY)
     HALF: tl.constexpr = HEAD_DIM // 2
     SLOTS: tl.constexpr = NUM_KV_HEADS * (GROUP + 2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -156,10 +153,9 @@ def _rotate_kernel(
 @triton.jit
 def _silu_mul_kernel(
     gate_up_ptr, out_ptr, grad_ptr, grad_gate_up_ptr,
-    SIZE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one token's intermediate row; backward: of its gate and up gradients."""
-    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < SIZE
@@ -296,11 +292,11 @@ def _rms_norm(x_TH: Tensor, y_TH: Tensor | None, weight_H: Tensor, eps: float) -
     out_TH = torch.empty((num_tokens, size), dtype=x_TH.dtype, device=x_TH.device)
     sum_TH = x_TH if y_TH is None else torch.empty_like(out_TH)
     y = x_TH if y_TH is None else y_TH
-    block, early = triton.next_power_of_2(size), starts_early(x_TH)
+    block = triton.next_power_of_2(size)
     if num_tokens > 0:
         _rms_norm_kernel[(num_tokens,)](
             x_TH, y, weight_H, sum_TH, out_TH, x_TH.stride(0), y.stride(0), eps,
-            SIZE=size, BLOCK=block, ADD=y_TH is not None, EARLY=early, num_warps=_norm_warps(block), launch_pdl=early,
+            SIZE=size, BLOCK=block, ADD=y_TH is not None, num_warps=_norm_warps(block),
         )  # fmt: skip
     return sum_TH, out_TH
 
@@ -356,14 +352,13 @@ def _launch_rotate(
     num_heads, num_kv_heads, head_dim = sizes
     num_rows = packed_TR.shape[0] * (num_heads + 2 * num_kv_heads)
     rows, num_warps = (8, 2) if num_rows <= _FEW_ROWS else (64, 8)
-    early = starts_early(packed_TR)
     if num_rows > 0:
         _rotate_kernel[(triton.cdiv(num_rows, rows),)](
             packed_TR, packed_TR if bias_R is None else bias_R, cos_TD, sin_TD, *heads, num_rows,
             cos_TD.stride(0), sin_TD.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2), ROWS=rows, BIAS=bias_R is not None, BACKWARD=backward,
-            EARLY=early, num_warps=num_warps, launch_pdl=early,
+            num_warps=num_warps,
         )  # fmt: skip
 
 
@@ -377,13 +372,11 @@ def _launch_silu_mul(
     gate_up_TF: Tensor, out_TF: Tensor, grad_TF: Tensor, grad_gate_up_TF: Tensor, num_slots: int, *, backward: bool
 ) -> None:
     num_tokens, size = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-    early = starts_early(gate_up_TF)
     block = min(1024, triton.next_power_of_2(size))  # 8 values, one access of 16 bytes, to a thread
     if num_tokens > 0:
         _silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](
             gate_up_TF, out_TF, grad_TF, grad_gate_up_TF,
-            SIZE=size, SLOT=size // num_slots, BLOCK=block, BACKWARD=backward, EARLY=early,
-            num_warps=4, launch_pdl=early,
+            SIZE=size, SLOT=size // num_slots, BLOCK=block, BACKWARD=backward, num_warps=4,
         )  # fmt: skip
 
 
