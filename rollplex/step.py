@@ -144,7 +144,9 @@ class Step:
         self.groups[index].prefix = None
 
     def reference_prefix(self, index: int) -> Turns:
-        self.groups[index].reference_prefix = yield from self.passes.prefix(self._reference, index, range(len(self.groups)))
+        self.groups[index].reference_prefix = yield from self.passes.prefix(
+            self._reference, index, range(len(self.groups))
+        )
 
     def reference_suffix(self, index: int) -> Turns:
         group = self.groups[index]

@@ -57,4 +57,5 @@ def history_slots(rows: Rows, block_size: int) -> Int64s:
     last_B1 = rows.lengths_B[:, None].astype(np.int64) - 1
     token_BS = np.minimum(np.arange(rows.lengths_B.max()), last_B1)
     blocks_BS = np.take_along_axis(rows.blocks_BM.astype(np.int64), token_BS // block_size, axis=1)
-    return blocks_BS * block_size + token_BS % block_size
+    slots_BS: Int64s = blocks_BS * block_size + token_BS % block_size
+    return slots_BS

@@ -63,7 +63,7 @@ class NeedPrefix:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One decode step is done: what is known to have finished, tokens kept, suffix tokens recomputed after preemption."""
+    """One decode step more: what is known to have finished, tokens kept, suffix tokens recomputed after preemption."""
 
     finished: tuple[Sample, ...]
     num_decoded: int
@@ -153,8 +153,8 @@ def num_blocks(model: VisionLanguageModel, config: RolloutConfig) -> int:
     affordable = int(config.kv_memory_gib * 2**30) // block_bytes
     if affordable < blocks_each:
         raise CapacityError(
-            f"rollout.kv_memory_gib = {config.kv_memory_gib}: holds {affordable} K/V blocks of {block_bytes} bytes, and "
-            f"one response of rollout.max_new_tokens = {config.max_new_tokens} needs {blocks_each}; "
+            f"rollout.kv_memory_gib = {config.kv_memory_gib}: holds {affordable} K/V blocks of {block_bytes} bytes, "
+            f"and one response of rollout.max_new_tokens = {config.max_new_tokens} needs {blocks_each}; "
             f"set it to {blocks_each * block_bytes / 2**30:.3g} or more"
         )
     return min(wanted, affordable)
@@ -250,7 +250,9 @@ class _Rollout:
             stopped_B |= np.array([self._engine.stops_by_text(ids) for ids in drafts], dtype=bool)
         for row in np.flatnonzero(stopped_B | (at_B + 1 >= self._limits_S[samples_B])):
             self._ended_S[samples_B[row]] = True
-            self._finished.append(self._sample(int(samples_B[row]), "stop" if stopped_B[row] else "length", step.number))
+            self._finished.append(
+                self._sample(int(samples_B[row]), "stop" if stopped_B[row] else "length", step.number)
+            )
 
     @torch.no_grad()
     def _recompute(self, key: SampleKey) -> None:
@@ -277,9 +279,7 @@ class _Rollout:
                 keys,
                 np.array([self._index(key) for key in keys]),
                 np.array([self._first_position(key) for key in keys]),
-                pack_keys(
-                    self._engine.seed, self._step, uids, [key.sample for key in keys], [0] * len(keys)
-                ).numpy(),
+                pack_keys(self._engine.seed, self._step, uids, [key.sample for key in keys], [0] * len(keys)).numpy(),
             )
         return self._batch
 

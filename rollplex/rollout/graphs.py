@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rollplex.config import RolloutConfig
 from rollplex.models.attention import PagedKV, PrefixKV
-from rollplex.models.kernels.decode import DecodeTables, GroupedDecodeAttention, plan_items
+from rollplex.models.kernels.decode import DecodeTables, GroupedDecodeAttention
 from rollplex.models.kernels.decode_layers import DecodeLayers
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.rollout.blocks import blocks_for

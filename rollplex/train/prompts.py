@@ -31,7 +31,8 @@ class PromptPasses:
         self._images_with: dict[str, list[Image]] = {}
         for prompt in prompts:
             new = {image.key: image for image in prompt.images if image.key not in self._images_with}
-            self._images_with.update(dict.fromkeys(new, list(new.values())))
+            together = list(new.values())
+            self._images_with.update((key, together) for key in new)
         self._features: dict[tuple[tuple[int, int], str], Tensor] = {}
         self._states: dict[tuple[Scorer, int], PrefixState] = {}
 

@@ -75,7 +75,9 @@ def encode(model: VisionLanguageModel, prompt: Prompt) -> Encoded:
 def whole_sequence_logits(model: VisionLanguageModel, prompt: Prompt, response: Sequence[int] | Any) -> Tensor:
     """Our model on one whole sequence, as a prefix is computed: causal attention, no cache."""
     inputs = hf_inputs(prompt, response)
-    x_TH = model.embed(inputs["input_ids"][0], model.encode(prompt.images), model.image_rows(inputs["input_ids"][0].numpy()))
+    x_TH = model.embed(
+        inputs["input_ids"][0], model.encode(prompt.images), model.image_rows(inputs["input_ids"][0].numpy())
+    )
     attention = PrefixAttention(lambda layer, k, v: None)
     rope = model.decoder.rope(inputs["position_ids"][:, 0])
     hidden_TH: Tensor = model.decoder(x_TH, rope, attention)

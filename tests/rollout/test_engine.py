@@ -154,9 +154,7 @@ def test_a_limit_ends_a_sample_before_the_longest_response(
 
 
 @pytest.mark.parametrize(("gib", "expected"), [(1.0, 12), (9 * 3 * 4 * 2 * 2 * 16 * 4 / 2**30, 9), (None, 12)])
-def test_blocks_fit_into_the_memory_given_to_them(
-    model: VisionLanguageModel, gib: float | None, expected: int
-) -> None:
+def test_blocks_fit_into_the_memory_given_to_them(model: VisionLanguageModel, gib: float | None, expected: int) -> None:
     engine = engine_of(model, block_size=4, max_batch_samples=4, kv_memory_gib=gib)
     assert engine.num_blocks == expected
     if gib is not None:

@@ -1,8 +1,11 @@
 """What is computed together follows from the batch alone, is computed once, and is what each prompt would get alone."""
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rollplex.config import TrainConfig
 from rollplex.models.prefix import PrefixState, prefix_backward
@@ -11,7 +14,7 @@ from rollplex.testing import canned_prompts, tiny_config, tiny_model
 from rollplex.trace import Trace
 from rollplex.train.policy import Scorer
 from rollplex.train.prompts import PromptPasses, pack_neighbours
-from rollplex.types import Prompt
+from rollplex.types import Image, Prompt
 
 TOLERANCE = 1e-5
 """float32: rows of other prompts may change how a matrix product is cut up."""
@@ -83,8 +86,13 @@ def test_only_prompts_wanted_alike_are_packed() -> None:
 def test_an_image_is_encoded_with_the_first_prompt_that_has_it() -> None:
     scorer, prompts = scorer_and_prompts()
     calls: list[list[str]] = []
-    encode = scorer.encode
-    scorer.encode = lambda images: calls.append([i.key for i in images]) or encode(images)  # type: ignore[method-assign,func-returns-value]
+
+    class Counting(Scorer):
+        def encode(self, images: Sequence[Image]) -> tuple[Tensor, ...]:
+            calls.append([image.key for image in images])
+            return super().encode(images)
+
+    scorer = Counting(scorer.model, scorer.config, scorer.temperature)
     shared = (prompts[2], prompts[0], prompts[2])
     passes = PromptPasses(shared, 0, Trace())
     for group in (2, 1, 0):

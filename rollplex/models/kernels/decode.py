@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollplex.models.attention import PagedKV
-from rollplex.models.decoder import DecoderConfig, Rope
+from rollplex.models.decoder import DecoderConfig
 
 TARGET_PROGRAMS = 2 * 132
 """Prefix programs that a batch is cut into: two for each SM of an H200. A constant, so that every device cuts alike."""
@@ -39,8 +39,6 @@ PREFIX_UNIT = 128
 """Prefix ranges are multiples of this many tokens: a whole number of tiles for every `block_n`."""
 NARROW = 16
 """Rows of the smallest tensor-core tile; a row's own tokens, and tiles with no more rows than this, use it."""
-FEW_ROWS = 16
-"""Rows up to which suffixes are cut finer, and parts merged by more threads, because programs are few."""
 FEW_ROWS = 16
 """Rows up to which suffixes are cut finer, and parts merged by more threads, because programs are few."""
 LOG2_E = 1.4426950408889634
@@ -179,33 +177,15 @@ class DecodeStep:
 
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """o [T, N, D] of one new token per row, whose K and V (rotated already) are stored in its page."""
-        head_dim, queries = q_TND.shape[2], self.attention.num_heads // k_TKD.shape[1]
-        heads_together = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (q_TND, k_TKD, v_TKD))
-        q_TND, k_TKD, v_TKD = heads_together
-        return self._launch(layer, q_TND, k_TKD, v_TKD, None, queries * head_dim, head_dim)
-
-    def rotating(self, layer: int, qkv_TR: Tensor, rope: Rope) -> Tensor:
-        """The same for packed projections (per K/V head: its query heads, its key, its value), rotated on the way."""
-        num_kv_heads, head_dim = self.attention.pages.k_LSKD.shape[2:]
-        queries = self.attention.num_heads // num_kv_heads
-        slots_TKSD = qkv_TR.view(len(qkv_TR), num_kv_heads, queries + 2, head_dim)
-        step = (queries + 2) * head_dim
-        return self._launch(
-            layer, slots_TKSD[:, 0], slots_TKSD[:, :, queries], slots_TKSD[:, :, queries + 1], rope, step, step
-        )
-
-    def _launch(
-        self, layer: int, q: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Rope | None, query_step: int, key_step: int
-    ) -> Tensor:
-        """query_step, key_step: elements from the queries, or key, of one K/V head to the next's."""
         at, on, tuning = self.attention, self.tables, self.attention.tuning
-        num_rows, num_kv_heads, head_dim = k_TKD.shape
-        num_heads, queries, parts = at.num_heads, at.num_heads // num_kv_heads, at.o_TNSD.shape[2]
-        assert num_rows == on.lengths_T.shape[0] <= at.o_TNSD.shape[0] and q.dtype == at.pages.k_LSKD.dtype
+        (num_rows, num_heads, head_dim), num_kv_heads = q_TND.shape, k_TKD.shape[1]
+        assert num_rows == on.lengths_T.shape[0] <= at.o_TNSD.shape[0] and num_heads == at.num_heads
+        q_TND, k_TKD, v_TKD = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (q_TND, k_TKD, v_TKD))
+        assert q_TND.dtype == at.pages.k_LSKD.dtype
+        queries, parts = num_heads // num_kv_heads, at.o_TNSD.shape[2]
         block_d = max(16, triton.next_power_of_2(head_dim))
         num_items = min(on.items_IF.shape[0], max_items(num_rows, queries, num_kv_heads, tuning))
-        o_TND = q.new_empty(num_rows, num_heads, head_dim)
-        cos, sin = (q, q) if rope is None else (rope.cos_TD, rope.sin_TD)
+        o_TND = torch.empty_like(q_TND, memory_format=torch.contiguous_format)
         few = num_rows <= FEW_ROWS
         suffix_split = tuning.suffix_split if few else 2 * tuning.suffix_split
         own = {
@@ -213,12 +193,11 @@ class DecodeStep:
             "HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "PARTS": parts,
         }  # fmt: skip
         _split_kernel[(num_items * num_kv_heads + num_rows * at.num_suffix_splits * num_kv_heads,)](
-            q, k_TKD, v_TKD, cos, sin, at.pages.k_LSKD[layer], at.pages.v_LSKD[layer],
+            q_TND, k_TKD, v_TKD, at.pages.k_LSKD[layer], at.pages.v_LSKD[layer],
             on.blocks_TM, on.lengths_T, on.groups_GF, on.items_IF, on.splits_T, at.o_TNSD, at.lse_TNS,
-            layer, num_items, q.stride(0), k_TKD.stride(0), v_TKD.stride(0), cos.stride(0), on.blocks_TM.stride(0),
+            layer, num_items, q_TND.stride(0), k_TKD.stride(0), v_TKD.stride(0), on.blocks_TM.stride(0),
             head_dim**-0.5 * LOG2_E, **own, KV_HEADS=num_kv_heads, QUERIES=queries, BLOCK_SIZE=at.block_size,
-            BLOCK_M=tuning.block_m, NARROW_M=NARROW, ALIGN=16 // q.element_size(),
-            QUERY_STEP=query_step, KEY_STEP=key_step, ROTATE=rope is not None,
+            BLOCK_M=tuning.block_m, NARROW_M=NARROW, ALIGN=16 // q_TND.element_size(),
             STAGES=tuning.num_stages, num_warps=tuning.num_warps, maxnreg=tuning.max_registers,
         )  # fmt: skip
         _merge_kernel[(num_rows * num_heads,)](
@@ -297,25 +276,9 @@ def _keep_part(o_ptr, lse_ptr, top, total, acc, part, inside, d, HEAD_DIM: tl.co
 
 
 @triton.jit
-def _load_rotated(values, d, row, mask, cos_ptr, sin_ptr, angle_stride, HEAD_DIM: tl.constexpr, ROTATE: tl.constexpr):
-    """The vectors that start at `values` [M], of these rows: [M, D], rotated in float32 if they are not yet."""
-    x = tl.load(values[:, None] + d[None, :], mask=mask, other=0.0)
-    if ROTATE:
-        HALF: tl.constexpr = HEAD_DIM // 2
-        partner = tl.load(values[:, None] + ((d + HALF) % HEAD_DIM)[None, :], mask=mask, other=0.0).to(tl.float32)
-        partner = tl.where((d < HALF)[None, :], -partner, partner)
-        angle = row[:, None] * angle_stride + d[None, :]
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) * cos + partner * sin).to(x.dtype)
-    return x
-
-
-@triton.jit
 def _prefix_part(
-    q_ptr, cos_ptr, sin_ptr, k_head, v_head, o_ptr, lse_ptr, first_row, num_heads_rows, tile_start, head, split,
-    first, end, q_stride, angle_stride,
-    scale, QUERY_STEP: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, TOKEN: tl.constexpr,
+    q_ptr, k_head, v_head, o_ptr, lse_ptr, first_row, num_heads_rows, tile_start, head, split, first, end, q_stride,
+    scale, ROWS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, TOKEN: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of (sample, query head) rows of one group over tokens first..end of its prefix."""
@@ -324,10 +287,8 @@ def _prefix_part(
     inside = index < num_heads_rows
     row = (first_row + index // QUERIES).to(tl.int64)
     query_head = head * QUERIES + index % QUERIES
-    q = _load_rotated(
-        q_ptr + row * q_stride + head * QUERY_STEP + index % QUERIES * HEAD_DIM, d, row,
-        inside[:, None] & (d < HEAD_DIM)[None, :], cos_ptr, sin_ptr, angle_stride, HEAD_DIM, ROTATE,
-    )  # fmt: skip
+    q_offsets = row[:, None] * q_stride + query_head[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -340,8 +301,7 @@ def _prefix_part(
 
 @triton.jit
 def _prefix_program(
-    item, head, q_ptr, cos_ptr, sin_ptr, pages_ptr, groups_ptr, items_ptr, splits_ptr, o_ptr, lse_ptr, layer, q_stride,
-    angle_stride, scale, QUERY_STEP: tl.constexpr, ROTATE: tl.constexpr,
+    item, head, q_ptr, pages_ptr, groups_ptr, items_ptr, splits_ptr, o_ptr, lse_ptr, layer, q_stride, scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NARROW_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, STAGES: tl.constexpr,
@@ -362,27 +322,24 @@ def _prefix_program(
         v_ptr = tl.multiple_of(tl.load(fields + 4).to(tl.pointer_type(pages_ptr.dtype.element_ty)), 16) + offset
         if heads_rows - tile_start <= NARROW_M:
             _prefix_part(
-                q_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, first_row, heads_rows, tile_start, head, split,
-                first, end, q_stride, angle_stride, scale, QUERY_STEP, ROTATE, NARROW_M, QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES,
+                q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, first_row, heads_rows, tile_start, head, split, first, end,
+                q_stride, scale, NARROW_M, QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
         else:
             _prefix_part(
-                q_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, first_row, heads_rows, tile_start, head, split,
-                first, end, q_stride, angle_stride, scale, QUERY_STEP, ROTATE, BLOCK_M, QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES,
+                q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, first_row, heads_rows, tile_start, head, split, first, end,
+                q_stride, scale, BLOCK_M, QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES,
             )  # fmt: skip
 
 
 @triton.jit
 def _new_token(
-    k_ptr, v_ptr, cos_ptr, sin_ptr, k_head, v_head, blocks, row, position, angle_stride, ROTATE: tl.constexpr,
+    k_ptr, v_ptr, k_head, v_head, blocks, position,
     BLOCK_SIZE: tl.constexpr, TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One head's new K and V in float32, after storing them at `position` of the row's pages."""
     d = tl.arange(0, BLOCK_D)
-    one = tl.zeros((1,), tl.int64)
-    mask = (one == 0)[:, None] & (d < HEAD_DIM)[None, :]
-    k = _load_rotated(k_ptr + one, d, row + one, mask, cos_ptr, sin_ptr, angle_stride, HEAD_DIM, ROTATE)
-    k = tl.reshape(k, (BLOCK_D,))
+    k = tl.load(k_ptr + d, mask=d < HEAD_DIM, other=0.0)
     v = tl.load(v_ptr + d, mask=d < HEAD_DIM, other=0.0)
     block = tl.load(blocks + position // BLOCK_SIZE).to(tl.int64)
     slot = (block * BLOCK_SIZE + position % BLOCK_SIZE) * TOKEN
@@ -393,10 +350,8 @@ def _new_token(
 
 @triton.jit
 def _suffix_program(
-    row, split, head, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pages_ptr, v_pages_ptr, blocks_ptr, lengths_ptr,
-    splits_ptr, o_ptr,
-    lse_ptr, q_stride, k_stride, v_stride, angle_stride, blocks_stride, scale,
-    QUERY_STEP: tl.constexpr, KEY_STEP: tl.constexpr, ROTATE: tl.constexpr,
+    row, split, head, q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, blocks_ptr, lengths_ptr, splits_ptr, o_ptr,
+    lse_ptr, q_stride, k_stride, v_stride, blocks_stride, scale,
     SUFFIX_SPLITS: tl.constexpr, SUFFIX_SPLIT: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, TOKEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NARROW_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -410,10 +365,8 @@ def _suffix_program(
         inside = index < QUERIES
         query_head = head * QUERIES + index
         row64 = tl.cast(row, tl.int64)
-        q = _load_rotated(
-            q_ptr + row64 * q_stride + head * QUERY_STEP + index * HEAD_DIM, d, row64 + tl.zeros_like(index),
-            inside[:, None] & (d < HEAD_DIM)[None, :], cos_ptr, sin_ptr, angle_stride, HEAD_DIM, ROTATE,
-        )  # fmt: skip
+        q_offsets = row64 * q_stride + query_head[:, None] * HEAD_DIM + d[None, :]
+        q = tl.load(q_ptr + q_offsets, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         blocks = blocks_ptr + row64 * blocks_stride
         k_head = k_pages_ptr + head * HEAD_DIM
         v_head = v_pages_ptr + head * HEAD_DIM
@@ -423,8 +376,8 @@ def _suffix_program(
         last = length - 1
         if first + size >= length:  # the new token is this program's: it comes first, and goes to its page
             new_k, new_v = _new_token(
-                k_ptr + row64 * k_stride + head * KEY_STEP, v_ptr + row64 * v_stride + head * KEY_STEP,
-                cos_ptr, sin_ptr, k_head, v_head, blocks, row64, last, angle_stride, ROTATE, BLOCK_SIZE, TOKEN, HEAD_DIM, BLOCK_D,
+                k_ptr + row64 * k_stride + head * HEAD_DIM, v_ptr + row64 * v_stride + head * HEAD_DIM,
+                k_head, v_head, blocks, last, BLOCK_SIZE, TOKEN, HEAD_DIM, BLOCK_D,
             )  # fmt: skip
             top = tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale
             total = tl.full((NARROW_M,), 1.0, tl.float32)
@@ -439,12 +392,12 @@ def _suffix_program(
 
 @triton.jit(do_not_specialize=["layer", "num_items"])
 def _split_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pages_ptr, v_pages_ptr, blocks_ptr, lengths_ptr, groups_ptr, items_ptr,
-    splits_ptr, o_ptr, lse_ptr, layer, num_items, q_stride, k_stride, v_stride, angle_stride, blocks_stride, scale,
+    q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, blocks_ptr, lengths_ptr, groups_ptr, items_ptr, splits_ptr,
+    o_ptr, lse_ptr, layer, num_items, q_stride, k_stride, v_stride, blocks_stride, scale,
     SUFFIX_SPLITS: tl.constexpr, SUFFIX_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, KV_HEADS: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, NARROW_M: tl.constexpr,
-    ALIGN: tl.constexpr, STAGES: tl.constexpr, QUERY_STEP: tl.constexpr, KEY_STEP: tl.constexpr, ROTATE: tl.constexpr,
+    ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Heads are neighbours, as they are in memory; prefix items come first, being the longest."""
     TOKEN: tl.constexpr = KV_HEADS * HEAD_DIM
@@ -453,15 +406,15 @@ def _split_kernel(
     item = program // KV_HEADS
     if item < num_items:
         _prefix_program(
-            item, head, q_ptr, cos_ptr, sin_ptr, k_pages_ptr, groups_ptr, items_ptr, splits_ptr, o_ptr, lse_ptr, layer,
-            q_stride, angle_stride, scale, QUERY_STEP, ROTATE, QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_M, NARROW_M, BLOCK_N, ALIGN, STAGES,
+            item, head, q_ptr, k_pages_ptr, groups_ptr, items_ptr, splits_ptr, o_ptr, lse_ptr, layer, q_stride, scale,
+            QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_M, NARROW_M, BLOCK_N, ALIGN, STAGES,
         )  # fmt: skip
     else:
         own = item - num_items
         _suffix_program(
-            own // SUFFIX_SPLITS, own % SUFFIX_SPLITS, head, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pages_ptr,
-            v_pages_ptr, blocks_ptr, lengths_ptr, splits_ptr, o_ptr, lse_ptr, q_stride, k_stride, v_stride, angle_stride, blocks_stride,
-            scale, QUERY_STEP, KEY_STEP, ROTATE, SUFFIX_SPLITS, SUFFIX_SPLIT, QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, NARROW_M,
+            own // SUFFIX_SPLITS, own % SUFFIX_SPLITS, head, q_ptr, k_ptr, v_ptr, k_pages_ptr, v_pages_ptr,
+            blocks_ptr, lengths_ptr, splits_ptr, o_ptr, lse_ptr, q_stride, k_stride, v_stride, blocks_stride, scale,
+            SUFFIX_SPLITS, SUFFIX_SPLIT, QUERIES, HEADS, PARTS, TOKEN, HEAD_DIM, BLOCK_D, BLOCK_SIZE, NARROW_M,
             BLOCK_N, STAGES,
         )  # fmt: skip
 

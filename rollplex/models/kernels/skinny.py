@@ -209,11 +209,13 @@ class Workspace:
         )
 
     @classmethod
-    def for_products(cls, device: torch.device, num_tokens: int, shapes: Iterable[tuple[int, int]]) -> "Workspace":
+    def for_products(
+        cls, device: torch.device, num_tokens: int, shapes: Iterable[tuple[int, int]], element_bytes: int = 2
+    ) -> "Workspace":
         """Enough for `skinny_linear` with default plans, up to `num_tokens`, and weights of (R, H) `shapes`."""
         shapes = tuple(shapes)
         sizes = {1, *(2**i for i in range(num_tokens.bit_length())), num_tokens}
-        plans = [(t, r, plan_linear(t, r, h)) for t in sizes for r, h in shapes]
+        plans = [(t, r, plan_linear(t, r, h, element_bytes)) for t in sizes for r, h in shapes]
         num_partials = max((plan.num_partials(t, r, False) for t, r, plan in plans), default=0)
         return cls.allocate(device, num_partials, max((plan.grid(r, False) for _, r, plan in plans), default=0))
 
@@ -228,22 +230,26 @@ def plan_linear(num_tokens: int, num_rows: int, depth: int, element_bytes: int =
     """A plan that keeps 3 to 4 programs on each SM of a large GPU, all of them at once: then they end at once."""
     tile, step = token_tile(num_tokens), 128 // element_bytes
     if num_rows >= _MANY_ROWS:
-        return plan_gate_up(num_tokens, element_bytes)
-    wanted = round(_PROGRAMS / triton.cdiv(num_rows, 64))
+        return plan_gate_up(num_tokens, num_rows, element_bytes)
+    if tile == 64:
+        step *= 2
+    wanted = round((_WIDE_PROGRAMS if tile == 64 else _PROGRAMS) / triton.cdiv(num_rows, 64))
     splits = max(1, min(wanted, triton.cdiv(depth, step) // _MIN_STEPS))
-    return Plan(rows=64, depth=step, splits=splits, stages=4 if tile <= 32 else 3)
+    return Plan(rows=64, depth=step, splits=splits, stages=4 if tile <= 64 else 3)
 
 
-def plan_gate_up(num_tokens: int, element_bytes: int = 2) -> Plan:
+def plan_gate_up(num_tokens: int, num_rows: int, element_bytes: int = 2) -> Plan:
     """Tiles of 64 columns, gate and up: the contraction whole."""
     tile, step = token_tile(num_tokens), 128 // element_bytes
     if tile > 64:
         return Plan(rows=128, depth=step, splits=1, warps=8, stages=3, max_registers=128)
-    return Plan(rows=128, depth=step, splits=1, stages=4 if tile <= 32 else 3)
+    return Plan(rows=128, depth=step, splits=1, stages=4 if tile <= 32 and num_rows < _MANY_ROWS else 3)
 
 
 _PROGRAMS = 384
 """Programs wanted of a product: about three for each of 132 SMs. A constant, because the bits depend on it."""
+_WIDE_PROGRAMS = 120
+"""The same for tiles of 64 tokens, whose partial sums are larger: one for each."""
 _MIN_STEPS = 4
 """Steps of a split, at least: a pipeline's worth."""
 _MANY_ROWS = 32768
@@ -285,7 +291,7 @@ def skinny_gate_up(
     """
     num_columns = weight_RH.shape[0] // 2
     assert num_columns % num_slots == 0, f"{num_columns} columns do not divide into {num_slots} slots"
-    plan = plan or plan_gate_up(x_TH.shape[0], x_TH.element_size())
+    plan = plan or plan_gate_up(x_TH.shape[0], weight_RH.shape[0], x_TH.element_size())
     out_TF = x_TH.new_empty(x_TH.shape[0], num_columns) if out_TF is None else out_TF
     _launch(_Operands(x_TH, weight_RH, out_TF, None, None, norm, num_slots=num_slots), plan, workspace)
     return out_TF

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollplex.models.attention import PagedKV
-from rollplex.models.decoder import DecoderConfig, Rope
-from rollplex.models.elementwise import plain_rotate_qkv
+from rollplex.models.decoder import DecoderConfig
 from rollplex.models.kernels.decode import (
     PREFIX_UNIT,
     DecodeTables,
@@ -242,23 +241,3 @@ def test_plan_fills_the_chip_with_few_rows_and_cuts_little_with_many() -> None:
     assert len(few_items) == 32 and (few_splits == 32).all()
     many_items, many_splits = plan_items([8192] * 16, [8] * 16, 7, 4, 64)
     assert len(many_items) == 64 and (many_splits == 4).all()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rotates_packed_projections_on_the_way(name: str, device: torch.device) -> None:
-    case = CASES[name]
-    on = batch(case, device, torch.float32, SMALL)
-    num_rows, queries = len(on.q_TND), case.num_heads // case.num_kv_heads
-    width = (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
-    qkv_TR = normal(num_rows, width, seed=30, device=device, dtype=torch.float32)
-    half_TD = normal(num_rows, case.head_dim // 2, seed=31, device=device, dtype=torch.float32)
-    angles_TD = torch.cat((half_TD, half_TD), dim=1)
-    rope = Rope(angles_TD.cos(), angles_TD.sin())
-    heads = plain_rotate_qkv(qkv_TR, rope.cos_TD, rope.sin_TD, case.num_heads, case.num_kv_heads, case.head_dim)
-    assert heads[0].shape == (num_rows, case.num_kv_heads * queries, case.head_dim)
-    attend = on.attention.on(on.tables)
-    wanted = attend(1, *(x.contiguous() for x in heads))
-    pages = on.pages.k_LSKD.clone()
-    found = attend.rotating(1, qkv_TR, rope)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(on.pages.k_LSKD, pages, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -1,4 +1,4 @@
-"""The layers of a decode step against the decoder's own, with few rows and with many, at sizes that reach every path."""
+"""The layers of a decode step against the decoder's own, with few rows and with many."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,9 @@ CONFIG = DecoderConfig(
 def step_on(pages: PagedKV, num_rows: int) -> DecodeStep:
     """Rows without a prefix, each at the second token of its own block."""
     device = pages.k_LSKD.device
-    attention = GroupedDecodeAttention.allocate(CONFIG, pages, num_rows, 1, 16, DecodeTuning(block_n=16, suffix_split=16))
+    attention = GroupedDecodeAttention.allocate(
+        CONFIG, pages, num_rows, 1, 16, DecodeTuning(block_n=16, suffix_split=16)
+    )
 
     def tensor(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(np.asarray(values), dtype=dtype, device=device)
@@ -35,13 +37,14 @@ def step_on(pages: PagedKV, num_rows: int) -> DecodeStep:
     return attention.on(tables)
 
 
-@pytest.mark.parametrize("few_rows", [0, 32])
+@pytest.mark.parametrize(("few_rows", "some_rows"), [(0, 0), (0, 64), (32, 64)])
 @pytest.mark.parametrize("min_weight_bytes", [0, 2**30])
 @torch.no_grad()
 def test_layers_are_the_decoders(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, few_rows: int, min_weight_bytes: int
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, few_rows: int, some_rows: int, min_weight_bytes: int
 ) -> None:
     monkeypatch.setattr(decode_layers, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(decode_layers, "SOME_ROWS", some_rows)
     monkeypatch.setattr(decode_layers, "MIN_WEIGHT_BYTES", min_weight_bytes)
     decoder = Decoder(CONFIG)
     decoder.initialize(torch.Generator().manual_seed(1))
