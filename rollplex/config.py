@@ -229,7 +229,7 @@ class TrainConfig(Section):
     """Prompt groups of one step; responses are group_size times as many."""
     microbatch_tokens: Positive = 16384
     """Suffix tokens of one forward and backward; a single longer response still runs, by itself."""
-    logprob_chunk_tokens: Positive = 1024
+    logprob_chunk_tokens: Positive = 4096
     """Tokens whose logits exist at the same time in the head."""
     recompute: Literal["none", "layer"] = "layer"
     """Activations of a suffix pass: keep all, or keep layer inputs and recompute."""

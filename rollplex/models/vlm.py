@@ -119,7 +119,7 @@ class VisionLanguageModel(nn.Module):
         return host_TC.to(self.device, non_blocking=True)
 
     def image_rows(self, ids_T: npt.NDArray[np.int64]) -> Tensor:
-        """Places of image features among these tokens, int64 [I] on the device. The host, which knows the ids, finds them."""
+        """Places of image features among these tokens, int64 [I] on the device; the host finds them."""
         return upload(np.flatnonzero(ids_T == self.family.image_token_id), self.device)
 
     def embed(self, ids_T: Tensor, features: Sequence[Tensor] = (), rows_I: Tensor | None = None) -> Tensor:
