@@ -175,16 +175,21 @@ def canned_prompts(
     num_images: Sequence[int] = (0, 1, 2),
     seed: int = 0,
     text_tokens: Sequence[int] = (5, 9, 3, 14),
+    grids: Sequence[tuple[int, int, int]] = GRIDS,
+    images: Sequence[Image] = (),
 ) -> tuple[Prompt, ...]:
     """One prompt per entry of num_images, with that many images of different sizes between random text.
 
     Args:
         text_tokens: tokens of the text before, between and after images, taken in turn. A prompt without images has one
             text; an entry of 1 makes it a one-token prompt, whose prefix is empty.
+        grids: sizes of the images, taken in turn.
+        images: taken in turn instead of random ones.
     """
     rng = np.random.default_rng(seed)
-    lengths, grids = cycle(text_tokens), cycle(GRIDS)
-    return tuple(_canned_prompt(config, uid, count, rng, lengths, grids) for uid, count in enumerate(num_images))
+    lengths = cycle(text_tokens)
+    taken = cycle(images) if images else (_random_image(config.vision_config, grid, rng) for grid in cycle(grids))
+    return tuple(_canned_prompt(config, uid, count, rng, lengths, taken) for uid, count in enumerate(num_images))
 
 
 def hf_inputs(prompt: Prompt, response: Sequence[int] | npt.NDArray[np.int64] = ()) -> dict[str, torch.Tensor]:
@@ -206,7 +211,7 @@ def _canned_prompt(
     num_images: int,
     rng: np.random.Generator,
     lengths: Iterator[int],
-    grids: Iterator[tuple[int, int, int]],
+    given: Iterator[Image],
 ) -> Prompt:
     merge = config.vision_config.spatial_merge_size
     ids, columns, images = list[int](), list[npt.NDArray[np.int64]](), list[Image]()
@@ -218,7 +223,7 @@ def _canned_prompt(
 
     for _ in range(num_images):
         add_text([*_random_ids(rng, next(lengths)), config.vision_start_token_id])
-        images.append(_random_image(config.vision_config, next(grids), rng))
+        images.append(next(given))
         grid = np.array(images[-1].grid) // (1, merge, merge)
         columns.append(np.indices(grid).reshape(3, -1) + int(columns[-1].max()) + 1)
         ids.extend([config.image_token_id] * int(grid.prod()))

@@ -57,5 +57,58 @@ def load(
     _print(claim.run(model, device, dtype, shard_gb, directory))
 
 
+Model = Annotated[
+    str, typer.Option(help="3b, 7b, 32b or 72b: random weights of Qwen2.5-VL's shapes; tiny; a checkpoint.")
+]
+
+
+@bench.command()
+def decode(
+    model: Model = "7b",
+    batch: Annotated[list[int] | None, typer.Option(help="Samples decoded together; may be given again.")] = None,
+    group: Annotated[int, typer.Option(help="Samples of a prompt.")] = 8,
+    prefix: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 8192,
+    suffix: Annotated[int, typer.Option(help="Tokens that each sample has already.")] = 1024,
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 50,
+    device: Device = "auto",
+) -> None:
+    """Decode steps against the bandwidth of memory, kernel by kernel, with and without shared prefixes."""
+    from rollplex.bench import decode as claim
+
+    _print(claim.run(model, batch or [8, 32, 64, 128], group, prefix, suffix, steps, device))
+
+
+@bench.command()
+def prefill(
+    model: Model = "7b",
+    tokens: Annotated[int, typer.Option(help="Prefix tokens of the text prompt.")] = 8192,
+    images: Annotated[int, typer.Option(help="Images through the vision tower at once.")] = 8,
+    pixels: Annotated[int, typer.Option(help="Side of each image, pixels.")] = 896,
+    device: Device = "auto",
+) -> None:
+    """Prefix and vision tower against the rate of matrix products."""
+    from rollplex.bench import prefill as claim
+
+    _print(claim.run(model, tokens, images, pixels, device))
+
+
+@bench.command()
+def generate(
+    model: Model = "3b",
+    prompts: int = 8,
+    images: Annotated[int, typer.Option(help="Images of each prompt.")] = 8,
+    pixels: Annotated[int, typer.Option(help="Side of each image, pixels.")] = 896,
+    group: Annotated[int, typer.Option(help="Samples of a prompt.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each sample, if lengths are fixed.")] = 512,
+    lengths: Annotated[str, typer.Option(help="fixed or lognormal.")] = "fixed",
+    longest: Annotated[int, typer.Option(help="Longest of log-normal lengths.")] = 4096,
+    device: Device = "auto",
+) -> None:
+    """A whole rollout, from pixel values in host memory to the last token."""
+    from rollplex.bench import generate as claim
+
+    _print(claim.run(model, prompts, images, pixels, group, new_tokens, lengths, longest, device))
+
+
 def _print(result: dict[str, object]) -> None:
     typer.echo(json.dumps(result))

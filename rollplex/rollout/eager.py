@@ -51,6 +51,9 @@ class EagerTokens:
             noise_BV = gumbel(torch.from_numpy(rows.keys_BW).to(device), logits_BV.shape[1])
         return _Pending(sample(logits_BV, noise_BV, params, self.banned_V))
 
+    def workspace(self) -> tuple[Tensor, ...]:
+        return ()
+
 
 def history_slots(rows: Rows, block_size: int) -> Int64s:
     """Slots of each row's suffix, in order, int64 [B, S]; filled up to the longest with the row's last."""

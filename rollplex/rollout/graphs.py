@@ -113,6 +113,7 @@ class GraphTokens:
         self._host_results = [torch.zeros(RESULTS, rows, pin_memory=True) for _ in range(NUM_SLOTS)]
         self._graphs: dict[tuple[int, SamplingParams], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
+        self._capture_stream = torch.cuda.Stream()  # one for all: cuBLAS keeps a workspace for each that it meets
         self._slot = 0
         self._planned: tuple[tuple[tuple[int, int], ...], tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] | None
         self._planned = None
@@ -136,6 +137,10 @@ class GraphTokens:
         landed = torch.cuda.Event()
         landed.record()
         return _Pending(host_RB, num_rows, landed)
+
+    def workspace(self) -> tuple[Tensor, ...]:
+        scratch = (self._attention.o_TNSD, self._attention.lse_TNS, *self._layers.workspace)
+        return (*scratch, *self._mirror.device.values(), self._results_RB, self._banned_V)
 
     def _fill(self, host: dict[str, npt.NDArray[np.generic]], rows: Rows, width: int) -> None:
         num_rows = len(rows.ids_B)
@@ -179,7 +184,7 @@ class GraphTokens:
             self._mirror.device["lengths"].zero_()
             self._mirror.device["items"][:, 0] = -1
             self._mirror.device["ids"].zero_()
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 step()

@@ -9,11 +9,13 @@ the token never leaves the device on its way from one step to the next.
 Legend: B rows, M K/V blocks of a row, W words of a noise key.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from rollplex.models.attention import PrefixKV
 from rollplex.rollout.sampler import SamplingParams
@@ -69,3 +71,7 @@ class TokenSource(Protocol):
     def lag(self) -> int: ...
 
     def launch(self, rows: Rows, params: SamplingParams) -> PendingTokens: ...
+
+    def workspace(self) -> Iterable[Tensor]:
+        """Device memory that it keeps from step to step."""
+        ...

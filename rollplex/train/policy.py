@@ -49,7 +49,7 @@ class Scorer:
         self.model, self.config, self.temperature = model, config, temperature
 
     @property
-    def _head_gradient_VH(self) -> Tensor | None:
+    def _head_gradient(self) -> Tensor | None:
         """Where the head's gradient is added directly; None: it goes through autograd, as every other."""
         return None
 
@@ -100,7 +100,7 @@ class Scorer:
         logprobs_T, entropy_T = token_logprobs(
             model.decoder.norm(x_TH), model.decoder.head, torch.from_numpy(batch.targets_T).to(device),
             self.temperature, self.config.logprob_chunk_tokens, with_entropy,
-            self._head_gradient_VH if torch.is_grad_enabled() else None,
+            self._head_gradient if torch.is_grad_enabled() else None,
         )  # fmt: skip
         return Scored(logprobs_T, entropy_T)
 
@@ -131,7 +131,7 @@ class Policy(Scorer):
         return id(self.model.vision), self.version if self.train_vision else 0
 
     @property
-    def _head_gradient_VH(self) -> Tensor | None:
+    def _head_gradient(self) -> Tensor | None:
         """On a GPU: the sum itself, of all tensors the largest, is not copied; CPUs keep the order of additions."""
         name = "decoder.embedding" if self.model.decoder.untied_head is None else "decoder.untied_head"
         buffer = self.gradients.buffers.get(name)

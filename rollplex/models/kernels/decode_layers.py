@@ -34,6 +34,10 @@ class DecodeLayers:
         self._decoder = decoder
         self._workspace = Workspace.for_products(weight.device, min(SOME_ROWS, max_rows), shapes, weight.element_size())
 
+    @property
+    def workspace(self) -> tuple[Tensor, Tensor]:
+        return self._workspace.partials, self._workspace.counters
+
     def __call__(self, x_TH: Tensor, rope: Rope, attention: DecodeStep) -> Tensor:
         """Hidden states after the final norm, from token embeddings. x_TH is used up."""
         for index in range(self._decoder.config.num_layers):
