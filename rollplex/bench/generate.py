@@ -113,7 +113,7 @@ class _Rollout:
         ):  # fmt: skip
             assert isinstance(event, DecodeStep)
             self.num_tokens += event.num_decoded
-            self.num_steps += 1
+            self.num_steps += event.num_decoded > 0
         mark("decode")
         self._kept = [encoded, prefixes]
 

@@ -1,0 +1,55 @@
+"""The speed benches run whole on the tiny model, on a CPU, without what only a GPU can tell."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rollplex.bench import decode, generate, prefill
+from rollplex.bench.work import model_of
+from rollplex.cli import app
+from rollplex.errors import ConfigError
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["bench", *arguments, "--model", "tiny", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_decode() -> None:
+    found = bench("decode", "--batch", "4", "--batch", "2", "--group", "2", "--prefix", "20", "--suffix", "16",
+                  "--steps", "2")  # fmt: skip
+    assert [cell["batch"] for cell in found["cells"]] == [4, 2]
+    for cell in found["cells"]:
+        assert cell["step_ms"] > 0 and cell["tokens_per_s"] == pytest.approx(cell["batch"] / cell["step_ms"] * 1e3)
+        assert cell["prefix_per_sample"]["bytes"] > cell["bytes"]
+        assert "fraction_of_bound" not in cell and "kernels" not in cell
+
+
+def test_prefill() -> None:
+    found = bench("prefill", "--tokens", "40", "--images", "2", "--pixels", "56")
+    for part in ("prefill", "vision"):
+        assert found[part]["tflops"] == pytest.approx(found[part]["flops"] / found[part]["ms"] / 1e9)
+    assert found["product_tflops"] is None
+
+
+@pytest.mark.parametrize("lengths", ["fixed", "lognormal"])
+def test_generate(lengths: str) -> None:
+    found = bench("generate", "--prompts", "2", "--images", "2", "--pixels", "56", "--group", "2", "--new-tokens", "5",
+                  "--lengths", lengths, "--longest", "12")  # fmt: skip
+    expected = 20 if lengths == "fixed" else sum(generate._lognormal(4, 12))
+    assert found["tokens"] == expected and found["longest"] == (5 if lengths == "fixed" else 12)
+    assert set(found["phase_seconds"]) == {"vision", "prefill", "decode"}
+    assert found["media_processing"]["patches"] == 4 * 16
+
+
+def test_a_name_that_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--model 8b: use 3b, 7b, 32b, 72b, tiny"):
+        decode.run("8b", [1], 1, 1, 1, 1, "cpu")
+    with pytest.raises(ConfigError):
+        prefill.run("3", 1, 1, 56, "cpu")
+    assert model_of("tiny", torch.device("cpu"), torch.float32).dtype == torch.float32
