@@ -23,6 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rollplex.bench.gpu_trace import host_gap_fraction, traced
 from rollplex.bench.work import SEED, image_prompts, model_of, synchronize
 from rollplex.config import RolloutConfig, TrainConfig
+from rollplex.errors import ConfigError
 from rollplex.gpu.device import describe, peak_memory_bytes, select_device
 from rollplex.gpu.regions import regions, unaccounted_fraction
 from rollplex.models.prefix import PrefixState
@@ -50,6 +51,8 @@ def run(
     device: str, runs: int = 3,
 ) -> dict[str, object]:  # fmt: skip
     """Seconds from pixels to the last token, by phase, and what the GPU waited."""
+    if lengths not in ("fixed", "lognormal"):
+        raise ConfigError(f"--lengths {lengths}: use fixed or lognormal")
     on = select_device(device)
     weights = model_of(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
     limits = None if lengths == "fixed" else _lognormal(prompts * group, longest)
@@ -87,7 +90,7 @@ def run(
 
 
 class _Rollout:
-    """One rollout, again and again."""
+    """One rollout, again and again. num_steps: decode steps up to the one that drew the last token kept."""
 
     def __init__(
         self, model: VisionLanguageModel, engine: Engine, prompts: Sequence[Prompt], group: int,
@@ -100,6 +103,7 @@ class _Rollout:
 
     def run(self, mark: Callable[[str], None] = lambda phase: None) -> None:
         """Vision, prefill, decode; `mark` is called after each."""
+        self._kept = []
         indices = range(len(self.prompts))
         passes = PromptPasses(self.prompts, self.engine.prefill_tokens, Trace())
         encoded = [passes.encode(self._scorer, index) for index in indices]
@@ -119,7 +123,6 @@ class _Rollout:
 
     def timed(self) -> float:
         """Seconds of one rollout."""
-        self._kept = []
         synchronize(self.model.device)
         start = time.perf_counter()
         self.run()
@@ -128,7 +131,6 @@ class _Rollout:
 
     def phases(self) -> dict[str, object]:
         """Seconds of each phase, in a run that waits after each, and milliseconds of a decode step."""
-        self._kept = []
         seconds: dict[str, float] = {}
         synchronize(self.model.device)
         before = time.perf_counter()

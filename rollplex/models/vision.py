@@ -41,9 +41,6 @@ NORM_EPS = 1e-6
 ALIGNED_WIDTH, PADDED_WIDTH = 16, 64
 """Published 3B and 7B towers are 3,420 wide: rows of that many bfloat16 values start at odd multiples of 8 bytes, and
 the fast matrix kernels want 16. What is padded at all is padded to whole cache lines."""
-CUDNN_FROM_TOKENS = 1024
-"""Sequences, all equally long, that cuDNN's attention is used for; shorter or ragged ones go to the flash kernel, which
-needs no plan per shape."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +277,6 @@ def rotated(qkv: Tensor, num_heads: int, rotary: Rotary) -> tuple[Tensor, Tensor
 def packed_attention(q_TND: Tensor, k_TND: Tensor, v_TND: Tensor, packing: Packing) -> Tensor:
     """Attention within each of the packed sequences [T, N, D]: which kernel computes it."""
     if not q_TND.is_cuda or q_TND.dtype == torch.float32:
-        return attention_by_runs(q_TND, k_TND, v_TND, packing)
-    if len(packing.runs) == 1 and packing.segments.longest >= CUDNN_FROM_TOKENS:
         return attention_by_runs(q_TND, k_TND, v_TND, packing)
     return flash_attention(q_TND, k_TND, v_TND, packing)
 

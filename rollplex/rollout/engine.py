@@ -131,11 +131,12 @@ class Engine:
         banned_V = torch.zeros(model.decoder.config.vocab_size, dtype=torch.bool, device=model.device)
         banned_V[self.vocabulary.num_ids :] = True
         banned_V[list(model.family.placeholder_ids)] = True
-        if model.device.type != "cuda":
-            return EagerTokens(model, self.pages, self.config.block_size, banned_V)
-        from rollplex.rollout.graphs import GraphTokens  # needs Triton
+        if model.device.type == "cuda":
+            from rollplex.rollout.graphs import GraphTokens, kernels_fit  # they need Triton
 
-        return GraphTokens(model, self.pages, self.config, banned_V)
+            if kernels_fit(model.decoder.config):
+                return GraphTokens(model, self.pages, self.config, banned_V)
+        return EagerTokens(model, self.pages, self.config.block_size, banned_V)
 
 
 def num_blocks(model: VisionLanguageModel, config: RolloutConfig) -> int:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from rollplex.config import RolloutConfig
 from rollplex.models.attention import PagedKV, PrefixKV
-from rollplex.models.kernels.decode import DecodeTables, GroupedDecodeAttention
+from rollplex.models.decoder import DecoderConfig
+from rollplex.models.kernels.decode import NARROW, DecodeTables, GroupedDecodeAttention
 from rollplex.models.kernels.decode_layers import DecodeLayers
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.rollout.blocks import blocks_for
@@ -37,6 +38,12 @@ NUM_SLOTS = LAG + 2
 """Pinned buffers in turn: one being written, one per step in flight."""
 RESULTS = 4
 """Rows of the result: the id's bits, and three log-probs."""
+
+
+def kernels_fit(c: DecoderConfig) -> bool:
+    """Whether the kernels of a decode step compute this decoder; if not, eager.py serves a GPU as well."""
+    rows = (c.hidden, c.intermediate, c.num_heads * c.head_dim)
+    return c.num_heads // c.num_kv_heads <= NARROW and c.head_dim % 8 == 0 and all(size % 16 == 0 for size in rows)
 
 
 def widths(max_rows: int) -> list[int]:

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from rollplex.bench import exactness, forwards, parity
-from rollplex.models.kernels.flash import Segments, flash_backward, flash_forward, merge, plain_backward, plain_forward
+from rollplex.gpu.device import select_device
+from rollplex.models.kernels.flash import (
+    Segments,
+    flash_backward,
+    flash_forward,
+    merge,
+    plain_backward,
+    plain_forward,
+    sequence_attention,
+)
 from rollplex.rollout.noise import gumbel, pack_keys
 from rollplex.rollout.sampler import SamplingParams, sample
 
@@ -94,3 +103,17 @@ def test_sampling_is_that_of_the_cpu(vocab_size: int) -> None:
 def test_prefixes_are_computed_once() -> None:
     result = forwards.run(8, "cuda")
     assert (result["prefix_forwards_per_group"], result["prefix_backwards_per_group"]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("head_dim", [128, 64, 16])
+def test_prefix_attention_gives_the_same_gradients_every_time(head_dim: int) -> None:
+    device = select_device("cuda")
+    q, k, v = (
+        torch.randn(1, heads, 1500, head_dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    )
+    grad = torch.randn_like(q)
+    runs = [torch.autograd.grad(sequence_attention(q, k, v, causal=True), (q, k, v), grad) for _ in range(4)]
+    assert all(torch.equal(*pair) for run in runs[1:] for pair in zip(run, runs[0], strict=True))
+    plain, _ = plain_forward(*(x.detach()[0].transpose(0, 1).float() for x in (q, k, v)), causal=True)
+    assert _relative(sequence_attention(q, k, v, causal=True)[0].transpose(0, 1), plain) < KERNEL_ERROR

@@ -28,6 +28,7 @@ from torch import Tensor
 from rollplex.gpu.device import upload
 
 _aten = torch.ops.aten
+CUDNN_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ def flash_backward(
 def sequence_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *, causal: bool) -> Tensor:
     """softmax(q k' / sqrt(D)) v [B, N, S, D] of B sequences, differentiable.
 
-    16-bit on CUDA goes to cuDNN by name: it is twice as fast as the flash kernel on long sequences, and gives the same
-    bits every time, but torch's own choice leaves it out where deterministic algorithms are asked for.
+    16-bit on CUDA with heads of 128 goes to cuDNN by name: there it is twice as fast as the flash kernel on long
+    sequences, and backward gives the same bits every time (smaller heads: not always), but torch's own choice
+    leaves it out where deterministic algorithms are asked for.
     """
-    if q_BNSD.is_cuda and q_BNSD.dtype != torch.float32:
+    if q_BNSD.is_cuda and q_BNSD.dtype != torch.float32 and q_BNSD.shape[-1] == CUDNN_HEAD_DIM:
         o_BNSD: Tensor = _aten._scaled_dot_product_cudnn_attention(q_BNSD, k_BKSD, v_BKSD, None, True, 0.0, causal)[0]
         return o_BNSD
     return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=causal, enable_gqa=True)
