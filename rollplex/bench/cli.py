@@ -110,5 +110,21 @@ def generate(
     _print(claim.run(model, prompts, images, pixels, group, new_tokens, lengths, longest, device))
 
 
+@bench.command()
+def train(
+    model: Model = "7b",
+    prefix: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 8192,
+    group: Annotated[int, typer.Option(help="Samples of the prompt.")] = 8,
+    suffix: Annotated[int, typer.Option(help="Tokens of each sample.")] = 512,
+    recompute: Annotated[str, typer.Option(help="Of suffixes: none or layer.")] = "none",
+    unshared: Annotated[bool, typer.Option(help="Also compute a whole sequence per sample.")] = True,
+    device: Device = "auto",
+) -> None:
+    """Gradients of a group against the rate of matrix products, and against computing its prompt for every sample."""
+    from rollplex.bench import train as claim
+
+    _print(claim.run(model, prefix, group, suffix, recompute, unshared, device))
+
+
 def _print(result: dict[str, object]) -> None:
     typer.echo(json.dumps(result))

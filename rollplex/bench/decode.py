@@ -18,6 +18,7 @@ from rollplex.bench.gpu_trace import GpuEvent, traced
 from rollplex.bench.roofline import decode_bytes
 from rollplex.bench.work import copy_bytes_per_s, milliseconds, model_of, random_blocks, random_prefix, synchronize
 from rollplex.config import RolloutConfig
+from rollplex.errors import ConfigError
 from rollplex.gpu.device import describe, select_device
 from rollplex.models.attention import PrefixKV
 from rollplex.models.decoder import DecoderConfig
@@ -35,6 +36,9 @@ def run(
     model: str, batches: Sequence[int], group: int, prefix: int, suffix: int, steps: int, device: str
 ) -> dict[str, object]:
     """Milliseconds per step of every batch size, their bounds, and the kernels."""
+    for batch in batches:
+        if batch % min(group, batch):
+            raise ConfigError(f"--batch {batch}: groups of {group} do not fill it; use a multiple of --group {group}")
     on = select_device(device)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     weights = model_of(model, on, dtype)
@@ -70,7 +74,9 @@ def _cell(
             model.decoder.config, batch, group, prefix, suffix, shared=shared, element_bytes=model.dtype.itemsize
         ).total, batch, bandwidth)  # fmt: skip
         if shared and bandwidth:
-            values["kernels"] = _kernels(traced(step), model.decoder.config, batch, group, prefix, suffix, bandwidth)
+            values["kernels"] = _kernels(
+                traced(step).events, model.decoder.config, batch, group, prefix, suffix, bandwidth
+            )
         found |= values if shared else {"prefix_per_sample": values}
         if not shared:
             found["sharing_gain"] = values["step_ms"] / float(str(found["step_ms"]))
@@ -132,7 +138,7 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
 def _kernels(
-    events: list[GpuEvent], c: DecoderConfig, batch: int, group: int, prefix: int, suffix: int, bandwidth: float
+    events: Sequence[GpuEvent], c: DecoderConfig, batch: int, group: int, prefix: int, suffix: int, bandwidth: float
 ) -> list[dict[str, object]]:
     """The step's kernels by what they do, with time and bound per call. Products come in a layer's order."""
     element, width = 2, c.hidden

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from rollplex.bench.gpu_trace import host_gap_fraction, traced
+from rollplex.bench.gpu_trace import busy_us, host_gap_fraction, traced
 from rollplex.bench.work import SEED, image_prompts, model_of, synchronize
 from rollplex.config import RolloutConfig, TrainConfig
 from rollplex.errors import ConfigError
@@ -84,13 +84,12 @@ def run(
         "peer": PEER,
     }
     if on.type == "cuda":
-        result["host_gap_fraction"] = host_gap_fraction(traced(rollout.run))
-        result |= rollout.memory()
+        result |= _waiting(rollout) | rollout.memory()
     return result
 
 
 class _Rollout:
-    """One rollout, again and again. num_steps: decode steps up to the one that drew the last token kept."""
+    """One rollout, again and again."""
 
     def __init__(
         self, model: VisionLanguageModel, engine: Engine, prompts: Sequence[Prompt], group: int,
@@ -169,6 +168,15 @@ class _Rollout:
             "unaccounted_fraction": unaccounted_fraction(found, self.model.device),
             "peak_bytes": peak_memory_bytes(self.model.device),
         }
+
+
+def _waiting(rollout: _Rollout) -> dict[str, object]:
+    """Of the time from the host's first call to the GPU's last event: what the GPU waited for the host, and worked."""
+    trace = traced(rollout.run)
+    return {
+        "host_gap_fraction": host_gap_fraction(trace),
+        "gpu_busy_fraction": busy_us(trace.events) / (max(event.end_us for event in trace.events) - trace.start_us),
+    }
 
 
 def _small(state: PrefixState) -> Iterator[Tensor]:

@@ -63,6 +63,6 @@ def _measured(work: Callable[[], object], flops: int, device: torch.device) -> d
     if device.type == "cuda":
         found["kernels"] = [
             {"name": kernel.name[:80], "calls": kernel.calls, "ms": kernel.total_us / 1e3}
-            for kernel in kernel_times(traced(work))[:NUM_KERNELS]
+            for kernel in kernel_times(traced(work).events)[:NUM_KERNELS]
         ]
     return found

@@ -53,3 +53,10 @@ def prefill_flops(c: DecoderConfig, num_tokens: int) -> int:
     whole = c.num_layers - 1
     last = 4 * num_tokens * c.hidden * c.num_kv_heads * c.head_dim
     return whole * (2 * num_tokens * layer_matrix_elements(c) + attention) + last
+
+
+def suffix_flops(c: DecoderConfig, prefix: int, num_tokens: int) -> int:
+    """A response of T tokens over P of its prompt, head included: 2 T per weight and 4 T (P + T / 2) N D per layer."""
+    layer = 2 * num_tokens * layer_matrix_elements(c)
+    attention = 2 * num_tokens * (2 * prefix + num_tokens) * c.num_heads * c.head_dim
+    return c.num_layers * (layer + attention) + 2 * num_tokens * c.vocab_size * c.hidden

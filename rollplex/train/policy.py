@@ -1,7 +1,8 @@
 """Scoring responses over a prefix that is computed once, and the policy's backward passes and updates.
 
-    Scorer   a model that gives log-probs of responses: the frozen reference is one
-    Policy   a scorer whose weights change: backward over suffixes, backward over the prefix, update
+    Scorer    a model that gives log-probs of responses: the frozen reference is one
+    Learner   a scorer with gradients: backward over suffixes, backward over the prefix
+    Policy    a learner whose weights change: update
 
 Generators yield where another lane may take a turn: after a microbatch, or after a layer of a prefix. They know
 prompts, samples and prefix states; not advantages, rewards or what the loss is - it is a function that they are given.
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rollplex.config import TrainConfig
+from rollplex.gpu.device import upload
 from rollplex.models.attention import SuffixAttention
 from rollplex.models.head import token_logprobs
 from rollplex.models.kernels.flash import Segments
@@ -87,9 +89,9 @@ class Scorer:
         model, device = self.model, self.model.device
         kv = prefix.require(model.version)
         batch = suffix_arrays(int(prompt.ids[-1]), int(prompt.positions[0, -1]), samples)
-        rope = model.decoder.rope(torch.from_numpy(batch.positions_3T).to(device))
+        rope = model.decoder.rope(upload(batch.positions_3T, device))
         attention = SuffixAttention(kv, Segments(batch.lengths, device))
-        x_TH = model.embed(torch.from_numpy(batch.ids_T).to(device))
+        x_TH = model.embed(upload(batch.ids_T, device))
         for index in range(model.decoder.config.num_layers):
             layer = model.decoder.layer(index)
             if self.config.recompute == "layer" and torch.is_grad_enabled():
@@ -98,15 +100,15 @@ class Scorer:
             else:
                 x_TH = layer(x_TH, rope, attention)
         logprobs_T, entropy_T = token_logprobs(
-            model.decoder.norm(x_TH), model.decoder.head, torch.from_numpy(batch.targets_T).to(device),
+            model.decoder.norm(x_TH), model.decoder.head, upload(batch.targets_T, device),
             self.temperature, self.config.logprob_chunk_tokens, with_entropy,
             self._head_gradient if torch.is_grad_enabled() else None,
         )  # fmt: skip
         return Scored(logprobs_T, entropy_T)
 
 
-class Policy(Scorer):
-    """The model that is trained."""
+class Learner(Scorer):
+    """A model whose gradients are summed, and nothing else: what an update makes of them is Policy's business."""
 
     def __init__(
         self, model: VisionLanguageModel, config: TrainConfig, temperature: float,
@@ -115,11 +117,10 @@ class Policy(Scorer):
         super().__init__(model, config, temperature)
         self.train_vision, self._entropy_gradient = train_vision, entropy_gradient
         model.requires_grad_(False)
-        trained = dict(model.trained_parameters(train_vision))
-        for parameter in trained.values():
+        self.trained = dict(model.trained_parameters(train_vision))
+        for parameter in self.trained.values():
             parameter.requires_grad_(True)
-        self.gradients = GradientAccumulator(trained, getattr(torch, config.gradient_dtype))
-        self.optimizer = Optimizer(trained, config)
+        self.gradients = GradientAccumulator(self.trained, getattr(torch, config.gradient_dtype))
 
     @property
     def version(self) -> int:
@@ -158,6 +159,19 @@ class Policy(Scorer):
     def prefix_backward(self, prefix: PrefixState) -> Turns:
         """Backward over a group's prefix, from the K/V gradients that its suffixes have left in it."""
         return prefix_backward(self.model, prefix, train_vision=self.train_vision)
+
+
+class Policy(Learner):
+    """The model that is trained."""
+
+    def __init__(
+        self, model: VisionLanguageModel, config: TrainConfig, temperature: float,
+        *, train_vision: bool, entropy_gradient: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, config, temperature, train_vision=train_vision, entropy_gradient=entropy_gradient
+        )  # fmt: skip
+        self.optimizer = Optimizer(self.trained, config)
 
     def update(self, denominator: float, learning_rate: float) -> UpdateReport:
         """Divide the gradients, clip, step, and publish the new version (none when the update was skipped)."""

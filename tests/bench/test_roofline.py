@@ -1,11 +1,17 @@
 """Counted bytes and operations against numbers worked out by hand, for the published shapes."""
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from rollplex.bench.roofline import decode_bytes, kv_bytes_per_token, layer_matrix_elements, prefill_flops
+from rollplex.bench.work import text_prompt
 from rollplex.models.decoder import DecoderConfig
+from rollplex.models.prefix import prefix_forward
 from rollplex.models.presets import preset_config
 from rollplex.models.qwen_vl import QwenVL
+from rollplex.models.vlm import Encoded
+from rollplex.phases.run import finish
+from rollplex.testing import tiny_config, tiny_model
 
 
 def config(name: str) -> DecoderConfig:
@@ -44,3 +50,25 @@ def test_prefill_of_7b() -> None:
     last = 2 * tokens * 3584 * 2 * 4 * 128
     assert prefill_flops(c, tokens) == 27 * (linear + attention) + last
     assert prefill_flops(c, tokens) / 1e12 == pytest.approx(116.1, abs=0.1)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_bytes_are_those_of_the_weights_that_a_step_reads(tie: bool) -> None:
+    decoder = tiny_model(tiny_config(tie=tie)).decoder
+    matrices = {weight.data_ptr(): weight.nbytes for weight in decoder.parameters() if weight.dim() > 1}
+    table = 0 if tie else decoder.embedding.nbytes
+    counted = decode_bytes(decoder.config, 4, 4, 0, 0, element_bytes=4).weights
+    assert counted == sum(matrices.values()) - table
+
+
+def test_products_of_a_prefix_are_those_that_are_computed() -> None:
+    model, tokens = tiny_model(), 40
+    with FlopCounterMode(display=False) as counter:
+        finish(prefix_forward(model, [text_prompt(model, tokens)], [Encoded((), ())], for_training=False))
+    counts = {str(operator): count for operator, count in counter.get_flop_counts()["Global"].items()}
+    linear = sum(count for operator, count in counts.items() if "attention" not in operator)
+    c = model.decoder.config
+    queries = c.num_heads * c.head_dim
+    attention = (c.num_layers - 1) * 2 * tokens**2 * queries
+    unneeded = 2 * tokens * c.hidden * queries  # of the last layer, from the packed product; no work that counts
+    assert prefill_flops(c, tokens) == linear + attention - unneeded

@@ -53,3 +53,20 @@ def test_a_name_that_is_no_model_is_refused() -> None:
     with pytest.raises(ConfigError):
         prefill.run("3", 1, 1, 56, "cpu")
     assert model_of("tiny", torch.device("cpu"), torch.float32).dtype == torch.float32
+
+
+def test_arguments_that_fit_no_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--batch 6: groups of 4 do not fill it"):
+        decode.run("tiny", [4, 6], 4, 8, 8, 1, "cpu")
+    with pytest.raises(ConfigError, match=r"--lengths log-normal: use fixed or lognormal"):
+        generate.run("tiny", 1, 1, 56, 1, 1, "log-normal", 1, "cpu")
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_train(recompute: str) -> None:
+    found = bench("train", "--prefix", "40", "--group", "4", "--suffix", "12", "--recompute", recompute)
+    for part in ("prefix_forward", "suffix", "prefix_backward"):
+        assert found[part]["tflops"] == pytest.approx(found[part]["flops"] / found[part]["ms"] / 1e9)
+    assert found["prefix_backward"]["flops"] == 3 * found["prefix_forward"]["flops"]
+    assert found["shared_ms"] == pytest.approx(found["suffix"]["ms"] + found["prefix_backward"]["ms"])
+    assert found["sharing_gain"] == pytest.approx(found["unshared"]["ms"] / found["shared_ms"])
