@@ -15,7 +15,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 MARK = "traced work"
-"""The profiler's name of the host's part."""
+"""The profiler's name of the host's part, which it repeats on the GPU's side, around all that ran."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def traced(work: Callable[[], object]) -> GpuTrace:
     found = profiler.profiler
     assert found is not None and found.kineto_results is not None
     raw = found.kineto_results.events()
-    start_us = next(event.start_ns() for event in raw if event.name() == MARK) / 1e3
+    marks = (event for event in raw if event.name() == MARK and event.device_type() == DeviceType.CPU)
+    start_us = next(marks).start_ns() / 1e3
     events = gpu_events(raw)
     return GpuTrace(start_us, tuple(event for event in events if event.launched_us >= start_us))
 
@@ -117,7 +118,7 @@ def gpu_events(raw: Iterable[KinetoEvent]) -> list[GpuEvent]:
     }
     events = []
     for index, event in enumerate(raw):
-        if event.device_type() != DeviceType.CUDA or event.duration_ns() == 0:
+        if event.device_type() != DeviceType.CUDA or event.duration_ns() == 0 or event.name() == MARK:
             continue
         launch, start_us = event.correlation_id(), event.start_ns() / 1e3
         end_us = (event.start_ns() + event.duration_ns()) / 1e3
