@@ -89,8 +89,8 @@ def traced(work: Callable[[], object]) -> GpuTrace:
     assert found is not None and found.kineto_results is not None
     raw = found.kineto_results.events()
     marks = (event for event in raw if event.name() == MARK and event.device_type() == DeviceType.CPU)
-    start_us = next(marks).start_ns() / 1e3
     events = gpu_events(raw)
+    start_us = min(mark.start_ns() / 1e3 for mark in marks)
     return GpuTrace(start_us, tuple(event for event in events if event.launched_us >= start_us))
 
 

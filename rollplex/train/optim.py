@@ -57,9 +57,9 @@ class GradientAccumulator:
 
 @torch.no_grad()
 def _take_grad(parameter: Tensor, buffer: Tensor) -> None:
-    assert parameter.grad is not None
-    buffer.add_(parameter.grad)
-    parameter.grad = None
+    if parameter.grad is not None:  # None: it was added to the buffer directly, and autograd got nothing
+        buffer.add_(parameter.grad)
+        parameter.grad = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rollplex.models.prefix import PrefixState
 from rollplex.models.vlm import Encoded
 from rollplex.phases.run import finish
 from rollplex.testing import canned_prompts, tiny_config, tiny_model
-from rollplex.train.policy import Policy, Scored, Scorer
+from rollplex.train.policy import Learner, Policy, Scored, Scorer
 from rollplex.types import Prompt, Sample
 
 ROUNDING = 2e-6
@@ -198,3 +198,23 @@ def test_prompts_with_hardly_a_prefix(text_tokens: int, samples: list[Sample]) -
     assert logprobs_T.shape == (sum(LENGTHS),) and torch.isfinite(logprobs_T).all()
     assert all(torch.isfinite(buffer).all() for buffer in policy.gradients.buffers.values())
     assert bool(policy.gradients.buffers["decoder.embedding"][int(short.ids[0])].any())
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_heads_gradient_may_go_straight_into_its_sum(prompt: Prompt, samples: list[Sample], tie: bool) -> None:
+    """As on a GPU; on a CPU it goes through autograd."""
+
+    class Direct(Learner):
+        @property
+        def _head_gradient(self) -> Tensor:
+            return self.gradients.buffers["decoder.embedding" if tie else "decoder.untied_head"]
+
+    found = []
+    for kind in (Learner, Direct):
+        model = tiny_model(tiny_config(tie=tie), seed=1)
+        learner = kind(model, TrainConfig(microbatch_tokens=13), 0.8, train_vision=True)
+        prefix = prefix_of(learner, prompt)
+        finish(learner.backward(prompt, prefix, samples, weighted))
+        finish(learner.prefix_backward(prefix))
+        found.append(learner.gradients.buffers)
+    assert difference(found[1], found[0]) <= ROUNDING
