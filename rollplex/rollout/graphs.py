@@ -23,8 +23,9 @@ from torch import Tensor
 from rollplex.config import RolloutConfig
 from rollplex.models.attention import PagedKV, PrefixKV
 from rollplex.models.decoder import DecoderConfig
-from rollplex.models.kernels.decode import NARROW, DecodeTables, GroupedDecodeAttention
+from rollplex.models.kernels.decode import DecodeTables, GroupedDecodeAttention
 from rollplex.models.kernels.decode_layers import DecodeLayers
+from rollplex.models.kernels.decode_plan import NARROW
 from rollplex.models.vlm import VisionLanguageModel
 from rollplex.rollout.blocks import blocks_for
 from rollplex.rollout.fused_filters import find_kept
@@ -36,6 +37,8 @@ LAG = 1
 """Steps that the host is behind: enough to read and schedule while the GPU works, and few tokens past a stop."""
 NUM_SLOTS = LAG + 2
 """Pinned buffers in turn: one being written, one per step in flight."""
+ALIGNMENT = 16
+"""Bytes: what the attention kernel's loads take for granted of a prefix's address."""
 RESULTS = 4
 """Rows of the result: the id's bits, and three log-probs."""
 
@@ -175,6 +178,7 @@ class GraphTokens:
         for prefix, num_rows in prefixes:
             k, v = prefix.k_LPKD, prefix.v_LPKD
             assert k.stride(0) == v.stride(0) and k[0].is_contiguous() and v[0].is_contiguous()
+            assert k.data_ptr() % ALIGNMENT == v.data_ptr() % ALIGNMENT == 0
             groups.append((first, num_rows, prefix.length, k.data_ptr(), v.data_ptr(), k.stride(0)))
             first += num_rows
         return np.array(groups, dtype=np.int64), *self._planned[1]

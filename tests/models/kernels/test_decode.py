@@ -11,14 +11,8 @@ from torch import Tensor
 
 from rollplex.models.attention import PagedKV
 from rollplex.models.decoder import DecoderConfig
-from rollplex.models.kernels.decode import (
-    PREFIX_UNIT,
-    DecodeTables,
-    DecodeTuning,
-    GroupedDecodeAttention,
-    max_items,
-    plan_items,
-)
+from rollplex.models.kernels.decode import DecodeTables, GroupedDecodeAttention
+from rollplex.models.kernels.decode_plan import PREFIX_UNIT, DecodeTuning, max_items, plan_items
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's, of infinities
 
