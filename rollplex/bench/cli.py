@@ -126,5 +126,27 @@ def train(
     _print(claim.run(model, prefix, group, suffix, recompute, unshared, device))
 
 
+@bench.command()
+def step(
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value, as of a recipe.")] = None,
+    model: Model = "3b",
+    prompts: int = 8,
+    images: Annotated[int, typer.Option(help="Images of each prompt.")] = 8,
+    pixels: Annotated[int, typer.Option(help="Side of each image, pixels.")] = 896,
+    group: Annotated[int, typer.Option(help="Samples of each prompt.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each sample.")] = 512,
+    train_vision: Annotated[bool, typer.Option(help="Train the vision tower as well.")] = False,
+    reference: Annotated[bool, typer.Option(help="With a KL term to a frozen reference.")] = True,
+    unshared: Annotated[bool, typer.Option(help="Also compute a group's prompt for every sample.")] = False,
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    device: Device = "auto",
+) -> None:
+    """A whole training step, by phase, against the rates of products and of memory."""
+    from rollplex.bench import step as claim
+
+    shape = claim.Shape(prompts, images, pixels, group, new_tokens)
+    _print(claim.run(model, shape, train_vision, reference, unshared, steps, overrides or [], device))
+
+
 def _print(result: dict[str, object]) -> None:
     typer.echo(json.dumps(result))
