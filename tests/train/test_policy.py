@@ -17,7 +17,7 @@ from rollplex.testing import canned_prompts, tiny_config, tiny_model
 from rollplex.train.policy import Learner, Policy, Scored, Scorer
 from rollplex.types import Prompt, Sample
 
-ROUNDING = 2e-6
+ROUNDING = 1e-5
 """Relative, float32: another order of addition."""
 LENGTHS = (5, 1, 7, 7, 3)
 
