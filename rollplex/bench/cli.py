@@ -148,5 +148,22 @@ def step(
     _print(claim.run(model, shape, train_vision, reference, unshared, steps, overrides or [], device))
 
 
+@bench.command()
+def gradients(
+    model: Model = "3b",
+    layers: Annotated[int, typer.Option(help="Decoder layers that are left of it.")] = 4,
+    prompts: int = 3,
+    images: Annotated[int, typer.Option(help="Images of each prompt.")] = 4,
+    pixels: Annotated[int, typer.Option(help="Side of each image, pixels.")] = 448,
+    group: Annotated[int, typer.Option(help="Samples of each prompt.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each sample.")] = 128,
+    device: Device = "auto",
+) -> None:
+    """Error of a bfloat16 step's gradient beside that of the plain bfloat16 computation."""
+    from rollplex.bench import gradients as claim
+
+    _print(claim.run(model, layers, prompts, images, pixels, group, new_tokens, device))
+
+
 def _print(result: dict[str, object]) -> None:
     typer.echo(json.dumps(result))
