@@ -64,7 +64,7 @@ def cut_config(model: str, layers: int) -> Any:
     """A preset's config with few layers; "tiny" has few already."""
     if model == "tiny":
         return tiny_config()
-    config = preset_config(model)
+    config: Any = preset_config(model)
     text, vision = config.text_config, config.vision_config
     text.num_hidden_layers, text.layer_types = layers, text.layer_types[:layers]
     vision.depth, vision.fullatt_block_indexes = VISION_LAYERS, [VISION_LAYERS - 1]
