@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from rollplex.bench import exactness, forwards, gradients, parity, resume
+from rollplex.bench import cli, exactness, forwards, gradients, parity, resume
 from rollplex.bench.tiny import tiny_workers
+from rollplex.errors import ConfigError
 from rollplex.models.presets import preset_config
 from rollplex.testing import tiny_config
 
@@ -128,3 +130,14 @@ def test_a_cut_config_keeps_its_shapes() -> None:
     assert cut.text_config.num_hidden_layers == 4 and cut.vision_config.fullatt_block_indexes == [3]
     for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size"):
         assert getattr(cut.text_config, name) == getattr(whole.text_config, name)
+
+
+def test_every_listed_bench_is_one() -> None:
+    names = {command.callback.__name__ for command in cli.bench.registered_commands if command.callback}
+    lines = (Path(__file__).parents[2] / "benchmarks" / "h200.txt").read_text().splitlines()
+    listed = [line.split() for line in lines if not line.startswith("#")]
+    assert len(listed) > 10
+    for name, *options in listed:
+        assert name in names and options[-2:] == ["--device", "cuda"]
+        result = CliRunner().invoke(cli.bench, [name, *options[:-1], "nonsense"])
+        assert isinstance(result.exception, ConfigError), result.output
