@@ -169,7 +169,7 @@ def test_a_phase_cannot_come_after_one_that_is_not_there() -> None:
 def test_wanted_is_what_is_left_to_do_for_a_node(scenario: Scenario) -> None:
     progress = Progress(scenario.graph())
     assert progress.wanted(Node("prefill", 0)) == {Node("prefill", 0), Node("encode", 0)}
-    progress.finish(progress.take(Node("encode", 0)))
+    progress.finish(progress.take((Node("encode", 0),)))
     assert progress.wanted(Node("prefill", 0)) == {Node("prefill", 0)}
 
 
