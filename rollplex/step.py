@@ -95,6 +95,7 @@ class Group:
         return [self.scores[sample].total for sample in sorted(self.scores)]
 
     def over(self, prefix: PrefixState | None) -> Responses:
+        """The responses, to be computed over a prefix state."""
         assert prefix is not None
         return Responses(self.prompt, prefix, self.responses)
 
@@ -118,10 +119,9 @@ class Step:
         self.passes.encode(self.workers.policy, index)
 
     def prefill(self, index: int) -> Turns:
-        policy, first = self.workers.policy, self.minibatches[0]  # the later ones are trained on with other weights
-        trained = index in first
-        alike = first if trained else range(len(first), len(self.groups))
-        self.groups[index].prefix = yield from self.passes.prefix(policy, index, alike, for_training=trained)
+        policy, first = self.workers.policy, self.minibatches[0]  # the others are trained on with other weights
+        alike = first if index in first else range(len(first), len(self.groups))
+        self.groups[index].prefix = yield from self.passes.prefix(policy, index, alike, for_training=index in first)
 
     def decode(self) -> Turns:
         prompts = [group.prompt for group in self.groups]
@@ -151,9 +151,8 @@ class Step:
         self.groups[index].prefix = None
 
     def reference_prefix(self, index: int) -> Turns:
-        self.groups[index].reference_prefix = yield from self.passes.prefix(
-            self._reference, index, range(len(self.groups))
-        )
+        group, every = self.groups[index], range(len(self.groups))
+        group.reference_prefix = yield from self.passes.prefix(self._reference, index, every)
 
     def packs(self, finished: Sequence[int]) -> Sequence[Sequence[int]]:
         """Groups whose suffixes share passes, in every phase the same; a pack is of one minibatch."""
@@ -277,10 +276,8 @@ def update_stage(step: Step) -> None:
     for update in range(1, algo.num_updates):
         tag, before = f"/{update}", f"/{update - 1}" if update > 1 else ""
         groups = minibatches[update % algo.num_minibatches]
-        graph.add(
-            f"policy.prefix{tag}", step.policy_prefix, lane="compute", per="group", groups=groups,
-            after=["advantage", f"policy.update{before}"],
-        )  # fmt: skip
+        needs = ["advantage", f"policy.update{before}"]
+        graph.add(f"policy.prefix{tag}", step.policy_prefix, lane="compute", per="group", groups=groups, after=needs)
         _add_update(step, tag, groups, [f"policy.prefix{tag}"], [])
 
 

@@ -11,6 +11,7 @@ phase deepest in the graph, because it frees the most memory. This file knows no
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from itertools import product
 from typing import Literal, TypeVar, cast
 
 from rollplex.phases.graph import Finished, Graph, Node, Phase, WaitFor
@@ -81,21 +82,19 @@ class Progress:
     def ready(self, phase: Phase) -> list[Unit]:
         """What of a phase may start now, its chain's order included."""
         ready = self._ready[phase.name]
-        if phase.per != "pack" and not phase.chain:
+        if not ready or (phase.per != "pack" and not phase.chain):
             return [(node,) for node in ready]
-        packs = [tuple(Node(phase.name, group) for group in pack if group in phase.groups) for pack in self.packs]
-        if phase.chain:
-            packs = [self._turn(phase)]
-        return [pack for pack in packs if pack and all(node in ready for node in pack)]
+        packs = self._turn(phase) if phase.chain else self.packs
+        units = [tuple(Node(phase.name, group) for group in pack if group in phase.groups) for pack in packs]
+        return [unit for unit in units if unit and all(node in ready for node in unit)]
 
-    def _turn(self, phase: Phase) -> Unit:
-        """What is next in the phase's chain, if it is this phase's: of the first pack that has not passed all of it."""
-        for pack in self.packs:
-            for link in self.graph.chain(phase.chain):
-                nodes = (Node(link.name, group) for group in pack if group in link.groups)
-                if left := tuple(node for node in nodes if node not in self.done):
-                    return () if link != phase else left if phase.per == "pack" else left[:1]
-        return ()
+    def _turn(self, phase: Phase) -> Sequence[Sequence[int]]:
+        """What is next in the phase's chain, if this phase is: of the first pack that has not passed all of it."""
+        for pack, link in product(self.packs, self.graph.chain(phase.chain)):
+            left = [group for group in pack if group in link.groups and Node(link.name, group) not in self.done]
+            if left:
+                return [] if link is not phase else [left] if phase.per == "pack" else [left[:1]]
+        return []
 
     def wanted(self, node: Node) -> set[Node]:
         """The node and everything not yet done that it needs."""
@@ -166,11 +165,8 @@ def run_serial(graph: Graph, trace: Trace) -> None:
     for phase in graph.phases.values():
         links = graph.chain(phase.chain) if phase.chain else (phase,)
         while units := [(unit, link) for link in links for unit in progress.ready(link)]:
-            if phase.lane == "host":
-                _run_together([_Open(unit, phase, progress, trace) for unit, _ in units])
-                continue
-            for unit, link in units:
-                _run_together([_Open(unit, link, progress, trace)])
+            for together in [units] if phase.lane == "host" else [[unit] for unit in units]:
+                _run_together([_Open(unit, link, progress, trace) for unit, link in together])
     assert progress.complete, "some phase never became ready"
 
 

@@ -14,7 +14,7 @@ from rollplex.models.prefix import PrefixState
 from rollplex.models.vlm import Encoded
 from rollplex.phases.run import finish
 from rollplex.testing import canned_prompts, tiny_config, tiny_model
-from rollplex.train.policy import Learner, Policy, Scored, Scorer
+from rollplex.train.policy import GroupLoss, Learner, Policy, Responses, Scored, Scorer
 from rollplex.types import Prompt, Sample
 
 ROUNDING = 2e-6
@@ -55,10 +55,23 @@ def weighted(tokens: slice, scored: Scored) -> Tensor:
     return (weights_T * scored.logprobs_T).sum()
 
 
+def suffixes(
+    learner: Learner, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], loss: GroupLoss
+) -> Tensor:
+    """Forward and backward over one group's responses; returns the log-probs."""
+    (logprobs_T,) = finish(learner.backward([Responses(prompt, prefix, samples)], [loss]))
+    return logprobs_T
+
+
+def score(scorer: Scorer, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample]) -> Tensor:
+    (logprobs_T,) = finish(scorer.score([Responses(prompt, prefix, samples)]))
+    return logprobs_T
+
+
 def backward(policy: Policy, prompt: Prompt, samples: Sequence[Sample], prefix: PrefixState | None = None) -> Tensor:
     """Both backward passes of a group; returns the log-probs."""
     prefix = prefix or prefix_of(policy, prompt)
-    logprobs_T = finish(policy.backward(prompt, prefix, samples, weighted))
+    logprobs_T = suffixes(policy, prompt, prefix, samples, weighted)
     finish(policy.prefix_backward(prefix))
     return logprobs_T
 
@@ -85,7 +98,7 @@ def test_microbatches_change_the_gradient_by_rounding_only(
 def test_a_prefix_gathers_the_gradients_of_all_microbatches(prompt: Prompt, samples: list[Sample]) -> None:
     policy = policy_of(microbatch_tokens=8)
     together = prefix_of(policy, prompt)
-    finish(policy.backward(prompt, together, samples, weighted))
+    suffixes(policy, prompt, together, samples, weighted)
     sums = []
     for index in range(len(samples)):
         alone = prefix_of(policy, prompt)
@@ -94,7 +107,7 @@ def test_a_prefix_gathers_the_gradients_of_all_microbatches(prompt: Prompt, samp
         def loss(tokens: slice, scored: Scored, start: int = start) -> Tensor:
             return weighted(slice(start + tokens.start, start + tokens.stop), scored)
 
-        finish(policy.backward(prompt, alone, samples[index : index + 1], loss))
+        suffixes(policy, prompt, alone, samples[index : index + 1], loss)
         sums.append((alone.kv.grad_k_LPKD, alone.kv.grad_v_LPKD))
     for total, parts in zip((together.kv.grad_k_LPKD, together.kv.grad_v_LPKD), zip(*sums, strict=True), strict=True):
         assert total is not None and total.dtype == torch.float32 and total.any()
@@ -114,9 +127,9 @@ def test_prefix_gradients_are_summed_in_float32_in_bfloat16_training(prompt: Pro
 def test_score_and_backward_give_the_same_bits(prompt: Prompt, samples: list[Sample]) -> None:
     policy = policy_of(microbatch_tokens=8)
     prefix = prefix_of(policy, prompt)
-    scored_T = finish(policy.score(prompt, prefix, samples))
+    scored_T = score(policy, prompt, prefix, samples)
     assert not scored_T.requires_grad
-    assert torch.equal(finish(policy.backward(prompt, prefix, samples, weighted)), scored_T)
+    assert torch.equal(suffixes(policy, prompt, prefix, samples, weighted), scored_T)
 
 
 def test_temperature_divides_the_logits(prompt: Prompt, samples: list[Sample]) -> None:
@@ -124,9 +137,9 @@ def test_temperature_divides_the_logits(prompt: Prompt, samples: list[Sample]) -
     by_temperature = [Scorer(model, TrainConfig(), temperature) for temperature in (1.0, 2.0)]
     with torch.no_grad():
         model.decoder.norm.weight.mul_(0.5)
-        hot_T = finish(by_temperature[0].score(prompt, prefix_of(by_temperature[0], prompt), samples))
+        hot_T = score(by_temperature[0], prompt, prefix_of(by_temperature[0], prompt), samples)
         model.decoder.norm.weight.mul_(2.0)
-    expected_T = finish(by_temperature[1].score(prompt, prefix_of(by_temperature[1], prompt), samples))
+    expected_T = score(by_temperature[1], prompt, prefix_of(by_temperature[1], prompt), samples)
     torch.testing.assert_close(hot_T, expected_T)
 
 
@@ -137,7 +150,7 @@ def test_entropy_has_a_gradient_only_where_it_is_wanted(prompt: Prompt, samples:
     norms = []
     for wanted in (False, True):
         policy = policy_of(entropy=wanted)
-        finish(policy.backward(prompt, prefix_of(policy, prompt), samples, entropy_loss))
+        suffixes(policy, prompt, prefix_of(policy, prompt), samples, entropy_loss)
         norms.append(sum(float(buffer.norm()) for buffer in policy.gradients.buffers.values()))
     assert norms[0] == 0.0 and norms[1] > 1.0
 
@@ -156,9 +169,9 @@ def test_an_update_publishes_a_version_and_a_skipped_one_does_not(prompt: Prompt
     assert not report.skipped and report.grad_norm > 0 and policy.version == 1
     assert not any(torch.equal(weights[name], parameter) for name, parameter in policy.model.named_parameters())
     with pytest.raises(StaleStateError):
-        finish(policy.backward(prompt, prefix, samples, weighted))
+        suffixes(policy, prompt, prefix, samples, weighted)
     with pytest.raises(StaleStateError):
-        finish(policy.score(prompt, prefix, samples))
+        score(policy, prompt, prefix, samples)
     with pytest.raises(StaleStateError):
         finish(policy.prefix_backward(prefix))
 
@@ -214,7 +227,7 @@ def test_the_heads_gradient_may_go_straight_into_its_sum(prompt: Prompt, samples
         model = tiny_model(tiny_config(tie=tie), seed=1)
         learner = kind(model, TrainConfig(microbatch_tokens=13), 0.8, train_vision=True)
         prefix = prefix_of(learner, prompt)
-        finish(learner.backward(prompt, prefix, samples, weighted))
+        suffixes(learner, prompt, prefix, samples, weighted)
         finish(learner.prefix_backward(prefix))
         found.append(learner.gradients.buffers)
     assert difference(found[1], found[0]) <= ROUNDING
