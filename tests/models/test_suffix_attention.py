@@ -36,7 +36,8 @@ def plain(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, prefix_k: Tensor, prefix_
     )
     scores = q_TND.transpose(0, 1) @ k.transpose(1, 2) * HEAD_DIM**-0.5
     hidden = torch.ones(length, num_prefix + length, dtype=torch.bool).triu(num_prefix + 1)
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    o_NTD: Tensor = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    return o_NTD.transpose(0, 1)
 
 
 def close(actual: Tensor | None, expected: Tensor | None) -> None:
