@@ -228,7 +228,7 @@ class TrainConfig(Section):
     prompts_per_step: Positive = 64
     """Prompt groups of one step; responses are group_size times as many."""
     microbatch_tokens: Positive = 16384
-    """Suffix tokens of one forward and backward; a single longer response still runs, by itself."""
+    """Suffix tokens of one forward and backward, of as many groups as fit; a longer response runs by itself."""
     logprob_chunk_tokens: Positive = 4096
     """Tokens whose logits exist at the same time in the head."""
     recompute: Literal["none", "layer"] = "layer"

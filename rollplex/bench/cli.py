@@ -118,12 +118,13 @@ def train(
     suffix: Annotated[int, typer.Option(help="Tokens of each sample.")] = 512,
     recompute: Annotated[str, typer.Option(help="Of suffixes: none or layer.")] = "none",
     unshared: Annotated[bool, typer.Option(help="Also compute a whole sequence per sample.")] = True,
+    groups: Annotated[int, typer.Option(help="Prompts whose samples share a pass.")] = 1,
     device: Device = "auto",
 ) -> None:
     """Gradients of a group against the rate of matrix products, and against computing its prompt for every sample."""
     from rollplex.bench import train as claim
 
-    _print(claim.run(model, prefix, group, suffix, recompute, unshared, device))
+    _print(claim.run(model, prefix, group, suffix, recompute, unshared, device, groups))
 
 
 @bench.command()
