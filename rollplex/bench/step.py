@@ -41,7 +41,7 @@ from rollplex.rollout.sampler import SamplingParams
 from rollplex.step import Step, Workers
 from rollplex.trace import Trace
 from rollplex.train.offload import state_bytes
-from rollplex.train.policy import Policy, Scored, Scorer
+from rollplex.train.policy import Policy, Responses, Scored, Scorer
 from rollplex.train.prompts import PromptPasses
 from rollplex.types import Prompt, Sample
 
@@ -330,9 +330,9 @@ def _unshared(
             passes = PromptPasses([prompt], 0, Trace())
             if workers.reference is not None:
                 state = finish(passes.prefix(workers.reference, 0, [0]))
-                finish(workers.reference.score(prompt, state, [sample]))
+                finish(workers.reference.score([Responses(prompt, state, [sample])]))
             state = finish(passes.prefix(workers.policy, 0, [0], for_training=True))
-            finish(workers.policy.backward(prompt, state, [sample], loss))
+            finish(workers.policy.backward([Responses(prompt, state, [sample])], [loss]))
             finish(workers.policy.prefix_backward(state))
 
     seconds = milliseconds(group, device, repeats=1)[0] / 1e3
