@@ -5,6 +5,7 @@ import torch
 
 from rollplex.bench import exactness, forwards, parity
 from rollplex.gpu.device import select_device
+from rollplex.models.attention import PrefixKV, SuffixAttention
 from rollplex.models.kernels.flash import (
     Segments,
     flash_backward,
@@ -67,6 +68,38 @@ def test_flash_kernels_against_float32(num_heads: int, num_kv_heads: int, head_d
         expected_prefix[1] += over[2]
     assert _relative(prefix_grads[1], expected_prefix[0]) < KERNEL_ERROR
     assert _relative(prefix_grads[2], expected_prefix[1]) < KERNEL_ERROR
+
+
+def test_suffixes_of_several_groups_give_what_each_gives_alone_and_the_same_bits_every_time() -> None:
+    device = select_device("cuda")
+    groups = [(333, (37, 1)), (0, (200,)), (64, (64, 5, 5)), (1, (9,))]  # prefix tokens, suffixes
+    sizes = [sum(lengths) for _, lengths in groups]
+    kv = [torch.randn(2, 1, prefix, 2, 128, device=device, dtype=torch.bfloat16) for prefix, _ in groups]
+    q, k, v = (torch.randn(sum(sizes), heads, 128, device=device, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    grad = torch.randn_like(q)
+
+    def computed(chosen: range) -> list[torch.Tensor]:
+        """Output and gradients of some neighbouring groups in one call, the prefixes' last."""
+        rows = slice(sum(sizes[: chosen.start]), sum(sizes[: chosen.stop]))
+        lengths = tuple(length for index in chosen for length in groups[index][1])
+        prefixes = [PrefixKV(*kv[i], *torch.zeros_like(kv[i], dtype=torch.float32)) for i in chosen]
+        leaves = [x[rows].detach().requires_grad_() for x in (q, k, v)]
+        attention = SuffixAttention([(p, sizes[i]) for p, i in zip(prefixes, chosen, strict=True)],
+                                    Segments(lengths, device))  # fmt: skip
+        o = attention(0, *leaves)
+        gradients = torch.autograd.grad(o, leaves, grad[rows])
+        gathered = [x for p in prefixes for x in (p.grad_k_LPKD, p.grad_v_LPKD) if x is not None]
+        return [o.detach(), *gradients, *gathered]
+
+    every = range(len(groups))
+    together, alone = computed(every), [computed(range(index, index + 1)) for index in every]
+    assert all(torch.equal(*pair) for pair in zip(computed(every), together, strict=True))
+    for place in range(4):
+        assert _relative(together[place], torch.cat([each[place] for each in alone])) < KERNEL_ERROR
+    for index, (prefix, _) in enumerate(groups):
+        for place in range(2):
+            if prefix:
+                assert _relative(together[4 + 2 * index + place], alone[index][4 + place]) < KERNEL_ERROR
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
