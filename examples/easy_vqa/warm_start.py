@@ -97,15 +97,14 @@ def learn(model: Qwen2_5_VLForConditionalGeneration, image_id: int, batch: Batch
     """The loss on the answers, and the share of them that greedy decoding gets right, end token included."""
     batch = batch.to(model.device)
     # Padding is on the right and attention is causal, so nothing needs masking but the loss.
-    with torch.autocast("cuda", torch.bfloat16, enabled=model.device.type == "cuda"):
-        output = model(
-            input_ids=batch.ids,
-            mm_token_type_ids=(batch.ids == image_id).int(),
-            pixel_values=batch.patches,
-            image_grid_thw=batch.grids,
-            labels=batch.labels,
-            use_cache=False,
-        )
+    output = model(
+        input_ids=batch.ids,
+        mm_token_type_ids=(batch.ids == image_id).int(),
+        pixel_values=batch.patches,
+        image_grid_thw=batch.grids,
+        labels=batch.labels,
+        use_cache=False,
+    )
     predicted, wanted = output.logits[:, :-1].argmax(dim=-1), batch.labels[:, 1:]
     right = ((predicted == wanted) | (wanted == -100)).all(dim=1)
     return output.loss, float(right.float().mean())
@@ -171,6 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     base, finished, unfinished = (arguments.directory / name for name in ("base", "warm", ".warm-unfinished"))
     torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")  # on a GPU; float32 stays float32 on a CPU
     encoder = Encoder(base)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32).train().to(arguments.device)
     with (arguments.directory / "data" / "train.jsonl").open(encoding="utf-8") as file:
