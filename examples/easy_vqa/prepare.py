@@ -240,11 +240,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/easy_vqa"))
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--size", choices=SIZES, default="1m", help="of the model, in parameters")
-    parser.add_argument("--questions", type=int, help="write only so many training questions; by default all")
+    parser.add_argument("--questions", type=int, help="write only so many of each split; by default all")
     arguments = parser.parse_args()
     train, test = read_rows("train"), read_rows("test")
     texts = [row[column] for row in train for column in ("prompt", "answer")]
-    train = train[: arguments.questions]
+    train, test = train[: arguments.questions], test[: arguments.questions]
     write_rows(arguments.output / "data" / "train.jsonl", train)
     write_rows(arguments.output / "data" / "test.jsonl", test)
     write_checkpoint(arguments.output / "base", texts, arguments.seed, arguments.size)

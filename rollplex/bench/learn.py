@@ -40,7 +40,7 @@ STDERR = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """How a size is trained. warm_*: learning rate of the warm start, share of right answers that ends it, most steps."""
+    """How a size is trained. warm_*: rate of the warm start, share of right answers that ends it, most steps."""
 
     recipe: str
     warm_learning_rate: float
@@ -64,7 +64,7 @@ def run(
 ) -> dict[str, object]:  # fmt: skip
     """Train a model of this size from nothing. overrides: of its recipe, as for `rollplex train`.
 
-    directory: where all files go; by default they are removed again. questions: only the first so many for training.
+    directory: where all files go; by default they are removed again. questions: only the first so many of each split.
 
     Raises:
         ConfigError: the size is unknown, or this is no checkout.
