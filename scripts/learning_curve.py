@@ -3,8 +3,8 @@
 
     python scripts/learning_curve.py benchmarks/results/learn-gpu.json docs/learning.svg
 
-The file is what scripts/bench_to_json stores. The same file always gives the same picture; on a card of its own, so that
-a light and a dark page can show it.
+The file is what scripts/bench_to_json stores. The same file always gives the same picture, on a card of its own that a
+light and a dark page can show.
 """
 
 import json
