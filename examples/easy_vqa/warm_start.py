@@ -170,7 +170,8 @@ def main() -> None:
     arguments = parser.parse_args()
     base, finished, unfinished = (arguments.directory / name for name in ("base", "warm", ".warm-unfinished"))
     torch.manual_seed(arguments.seed)
-    torch.set_float32_matmul_precision("high")  # on a GPU; float32 stays float32 on a CPU
+    if arguments.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: a warm start needs no more
     encoder = Encoder(base)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32).train().to(arguments.device)
     with (arguments.directory / "data" / "train.jsonl").open(encoding="utf-8") as file:

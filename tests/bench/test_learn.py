@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import json
+import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +68,13 @@ class Run:
                 yield sample, rows[int(number) - 1]
 
 
+def run_here(name: str, *arguments: str) -> None:
+    """A program of the example without an interpreter of its own, which takes seconds to import torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(learn.EXAMPLE / name), run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same path as a large run's, in seconds: a warm start of ten batches, two steps."""
@@ -74,7 +83,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Run:
         f"train.steps={STEPS}", f"train.prompts_per_step={PROMPTS}", f"rollout.group_size={GROUP}",
         f"eval.max_prompts={HELD_OUT}", "eval.every_steps=1", "run.tensorboard=false",
     ]  # fmt: skip
-    result = learn.run("1m", "cpu", 1, str(directory), QUESTIONS, 10, overrides)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learn, "_example", run_here)
+        result = learn.run("1m", "cpu", 1, str(directory), QUESTIONS, 10, overrides)
     return Run(json.loads(json.dumps(result)), directory)
 
 
@@ -168,6 +179,15 @@ def test_the_gpu_recipe_trains_in_bfloat16() -> None:
 def test_an_unknown_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="--size 7b: use 1m, 6m, 90m"):
         learn.run("7b", "cpu")
+
+
+def test_the_examples_programs_are_run_and_their_failure_ends_the_bench(capfd: pytest.CaptureFixture[str]) -> None:
+    learn._example("summary.py", "--help")
+    captured = capfd.readouterr()
+    assert captured.out == "", "standard output is the result's"
+    assert "usage: summary.py" in captured.err
+    with pytest.raises(subprocess.CalledProcessError):
+        learn._example("summary.py", "--unknown")
 
 
 # ---- the picture
