@@ -228,7 +228,7 @@ class TrainConfig(Section):
     prompts_per_step: Positive = 64
     """Prompt groups of one step; responses are group_size times as many."""
     microbatch_tokens: Positive = 16384
-    """Suffix tokens of one forward and backward; a single longer response still runs, by itself."""
+    """Suffix tokens of one forward and backward, of as many groups as fit; a longer response runs by itself."""
     logprob_chunk_tokens: Positive = 4096
     """Tokens whose logits exist at the same time in the head."""
     recompute: Literal["none", "layer"] = "layer"
@@ -353,7 +353,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {str(path)!r} is not valid TOML: {error}") from error
     for override in overrides:
-        _apply_override(values, override)
+        apply_override(values, override)
     return parse_config(values)
 
 
@@ -380,7 +380,12 @@ def _describe(item: Any) -> str:
     return f"{field} = {item['input']!r}: {message}" if field else message
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set one `section.field=value` in nested values.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
     name, separator, text = override.partition("=")
     parts = name.strip().split(".")
     if not separator or len(parts) < 2 or not all(parts):

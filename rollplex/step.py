@@ -5,16 +5,17 @@
     rollout.decode           per step    all responses; announces samples and groups as they finish
     reward                   per sample  the user's functions, in worker processes
     reference.prefix         per group   needs no response
-    reference.suffix         per group   reference log-probs of the responses
-    policy.old_logprobs      per group   for several updates per batch, or KL as reward
+    reference.suffix         per pack    reference log-probs of the responses
+    policy.old_logprobs      per pack    for several updates per batch, or KL as reward
     advantage                per group   relative to the group's other responses
-    policy.suffix            per group   log-probs, loss, backward; adds to the K/V gradients of the prefix
+    policy.suffix            per pack    log-probs, loss, backward; adds to the K/V gradients of the prefixes
     policy.prefix_backward   per group   one backward pass over the prefix
     policy.update            per step    divide by the batch's size, clip, AdamW, publish the new version
 
-`Step` holds one step's state and has a method for each phase; the stages below put them into the graph. This file says
-what is computed and from what. It knows no stream, no speed, no byte and no option: which stages a step has is chosen
-in `build.py`, and what varies within a phase is a function in `algo/`.
+`Step` holds one step's state and has a method for each phase; the stages below put them into the graph. A pack is a few
+groups, chosen by numbers of tokens and the order in which groups finish: short responses of one group do not fill a
+GPU. This file says what is computed and from what. It knows no stream, no speed, no byte and no option: which stages a
+step has is chosen in `build.py`, and what varies within a phase is a function in `algo/`.
 
 Legend: T tokens of one group's responses, packed in order of sample.
 """
@@ -36,7 +37,8 @@ from rollplex.rollout.engine import Engine, NeedPrefix
 from rollplex.rollout.sampler import SamplingParams
 from rollplex.trace import Trace
 from rollplex.train.optim import UpdateReport, learning_rate
-from rollplex.train.policy import Policy, Scored, Scorer
+from rollplex.train.packing import pack_finished
+from rollplex.train.policy import GroupLoss, Policy, Responses, Scored, Scorer
 from rollplex.train.prompts import PromptPasses
 from rollplex.types import Prompt, Sample
 
@@ -92,6 +94,11 @@ class Group:
         """Their rewards."""
         return [self.scores[sample].total for sample in sorted(self.scores)]
 
+    def over(self, prefix: PrefixState | None) -> Responses:
+        """The responses, to be computed over a prefix state."""
+        assert prefix is not None
+        return Responses(self.prompt, prefix, self.responses)
+
 
 class Step:
     """One step over a batch of prompts. `number` keys the sampling noise and the learning rate."""
@@ -101,10 +108,10 @@ class Step:
         *, number: int, group_size: int, params: SamplingParams,
     ) -> None:  # fmt: skip
         self.groups = [Group(prompt) for prompt in prompts]
-        self.graph = Graph(len(prompts), group_size)
+        self.graph = Graph(len(prompts), group_size, self.packs)
         self.workers, self.config, self.trace = workers, config, trace
         self.number, self.params = number, params
-        self.trained_first: frozenset[int] = frozenset()
+        self.minibatches = [range(0)]
         self.updates: list[UpdateReport] = []
         self.passes = PromptPasses(prompts, workers.engine.prefill_tokens, trace)
 
@@ -112,9 +119,9 @@ class Step:
         self.passes.encode(self.workers.policy, index)
 
     def prefill(self, index: int) -> Turns:
-        policy, trained = self.workers.policy, index in self.trained_first
-        alike = self.trained_first if trained else set(range(len(self.groups))) - self.trained_first
-        self.groups[index].prefix = yield from self.passes.prefix(policy, index, alike, for_training=trained)
+        policy, first = self.workers.policy, self.minibatches[0]  # the others are trained on with other weights
+        alike = first if index in first else range(len(first), len(self.groups))
+        self.groups[index].prefix = yield from self.passes.prefix(policy, index, alike, for_training=index in first)
 
     def decode(self) -> Turns:
         prompts = [group.prompt for group in self.groups]
@@ -144,24 +151,27 @@ class Step:
         self.groups[index].prefix = None
 
     def reference_prefix(self, index: int) -> Turns:
-        self.groups[index].reference_prefix = yield from self.passes.prefix(
-            self._reference, index, range(len(self.groups))
-        )
+        group, every = self.groups[index], range(len(self.groups))
+        group.reference_prefix = yield from self.passes.prefix(self._reference, index, every)
 
-    def reference_suffix(self, index: int) -> Turns:
-        group = self.groups[index]
-        assert group.reference_prefix is not None
-        self.trace.count("tokens.suffix", sum(sample.length for sample in group.responses))
-        group.reference_T = yield from self._reference.score(group.prompt, group.reference_prefix, group.responses)
-        group.reference_prefix = None
+    def packs(self, finished: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Groups whose suffixes share passes, in every phase the same; a pack is of one minibatch."""
+        tokens = [sum(sample.length for sample in group.samples.values()) for group in self.groups]
+        return pack_finished(finished, tokens, self.config.train.microbatch_tokens, self.minibatches)
 
-    def old_logprobs(self, index: int) -> Turns:
-        group = self.groups[index]
-        assert group.prefix is not None
-        self.trace.count("tokens.suffix", sum(sample.length for sample in group.responses))
-        group.old_T = yield from self.workers.policy.score(group.prompt, group.prefix, group.responses)
-        if index not in self.trained_first:
-            self.release_prefix(index)
+    def reference_suffix(self, *indices: int) -> Turns:
+        groups = self._pack(indices)
+        scored = yield from self._reference.score([group.over(group.reference_prefix) for group in groups])
+        for group, logprobs_T in zip(groups, scored, strict=True):
+            group.reference_T, group.reference_prefix = logprobs_T, None
+
+    def old_logprobs(self, *indices: int) -> Turns:
+        groups = self._pack(indices)
+        scored = yield from self.workers.policy.score([group.over(group.prefix) for group in groups])
+        for index, group, logprobs_T in zip(indices, groups, scored, strict=True):
+            group.old_T = logprobs_T
+            if index not in self.minibatches[0]:
+                self.release_prefix(index)
 
     def advantage(self, index: int) -> None:
         group = self.groups[index]
@@ -172,11 +182,17 @@ class Step:
         policy = self.workers.policy
         self.groups[index].prefix = yield from self.passes.prefix(policy, index, [index], for_training=True)
 
-    def policy_suffix(self, index: int) -> Turns:
-        group, policy = self.groups[index], self.workers.policy
-        assert group.prefix is not None and group.credit is not None
-        advantages_T = group.credit.advantages_T.to(policy.model.device)
-        weights_T = group.credit.weights_T.to(policy.model.device)
+    def policy_suffix(self, *indices: int) -> Turns:
+        groups = self._pack(indices)
+        losses = [self._loss(group) for group in groups]
+        scored = yield from self.workers.policy.backward([group.over(group.prefix) for group in groups], losses)
+        for group, logprobs_T in zip(groups, scored, strict=True):
+            group.trained_T = logprobs_T
+
+    def _loss(self, group: Group) -> GroupLoss:
+        credit, device = group.credit, self.workers.policy.model.device
+        assert credit is not None
+        advantages_T, weights_T = credit.advantages_T.to(device), credit.weights_T.to(device)
 
         def loss(tokens: slice, scored: Scored) -> Tensor:
             old_T = None if group.old_T is None else group.old_T[tokens]
@@ -188,8 +204,7 @@ class Step:
             group.stats.append(outputs.stats)
             return outputs.loss
 
-        self.trace.count("tokens.suffix", sum(sample.length for sample in group.responses))
-        group.trained_T = yield from policy.backward(group.prompt, group.prefix, group.responses, loss)
+        return loss
 
     def prefix_backward(self, index: int) -> Turns:
         group = self.groups[index]
@@ -207,6 +222,11 @@ class Step:
     def release_features(self) -> None:
         """For after the last phase: the step, which its graph's phases refer to, is not freed as soon as it is left."""
         self.passes.release()
+
+    def _pack(self, indices: Sequence[int]) -> list[Group]:
+        groups = [self.groups[index] for index in indices]
+        self.trace.count("tokens.suffix", sum(sample.length for group in groups for sample in group.responses))
+        return groups
 
     @property
     def _reference(self) -> Scorer:
@@ -235,18 +255,13 @@ def reference_stage(step: Step) -> None:
     """Log-probs of the responses under the frozen reference."""
     graph = step.graph
     graph.add("reference.prefix", step.reference_prefix, lane="compute", per="group")
-    graph.add(
-        "reference.suffix",
-        step.reference_suffix,
-        lane="compute",
-        per="group",
-        after=["reference.prefix", "rollout.decode"],
-    )
+    needs = ["reference.prefix", "rollout.decode"]
+    graph.add("reference.suffix", step.reference_suffix, lane="compute", per="pack", after=needs)
 
 
 def old_logprobs_stage(step: Step) -> None:
     """Log-probs of the responses under the weights that sampled them, as the trainer computes them."""
-    step.graph.add("policy.old_logprobs", step.old_logprobs, lane="compute", per="group", after=["rollout.decode"])
+    step.graph.add("policy.old_logprobs", step.old_logprobs, lane="compute", per="pack", after=["rollout.decode"])
 
 
 def update_stage(step: Step) -> None:
@@ -255,26 +270,20 @@ def update_stage(step: Step) -> None:
     scored = graph.present("reference.suffix", "policy.old_logprobs")
     graph.add("advantage", step.advantage, lane="compute", per="group", after=["reward", *scored])
     bounds = [len(step.groups) * part // algo.num_minibatches for part in range(algo.num_minibatches + 1)]
-    minibatches = [range(*pair) for pair in pairwise(bounds)]
-    step.trained_first = frozenset(minibatches[0])
+    step.minibatches = minibatches = [range(*pair) for pair in pairwise(bounds)]
     # Weights may change only when nothing of this step still needs the old ones.
     _add_update(step, "", minibatches[0], ["advantage"], ["rollout.decode", *graph.present("policy.old_logprobs")])
     for update in range(1, algo.num_updates):
-        tag, before, groups = (
-            f"/{update}",
-            f"/{update - 1}" if update > 1 else "",
-            minibatches[update % algo.num_minibatches],
-        )
-        graph.add(
-            f"policy.prefix{tag}", step.policy_prefix, lane="compute", per="group", groups=groups,
-            after=["advantage", f"policy.update{before}"],
-        )  # fmt: skip
+        tag, before = f"/{update}", f"/{update - 1}" if update > 1 else ""
+        groups = minibatches[update % algo.num_minibatches]
+        needs = ["advantage", f"policy.update{before}"]
+        graph.add(f"policy.prefix{tag}", step.policy_prefix, lane="compute", per="group", groups=groups, after=needs)
         _add_update(step, tag, groups, [f"policy.prefix{tag}"], [])
 
 
 def _add_update(step: Step, tag: str, groups: Sequence[int], ready: Sequence[str], unneeded: Sequence[str]) -> None:
     graph, chain = step.graph, f"gradients{tag}"
     suffix, backward, update = (f"policy.{name}{tag}" for name in ("suffix", "prefix_backward", "update"))
-    graph.add(suffix, step.policy_suffix, lane="compute", per="group", groups=groups, after=ready, chain=chain)
+    graph.add(suffix, step.policy_suffix, lane="compute", per="pack", groups=groups, after=ready, chain=chain)
     graph.add(backward, step.prefix_backward, lane="compute", per="group", groups=groups, after=[suffix], chain=chain)
     graph.add(update, lambda: step.update(groups), lane="compute", per="step", after=[backward, *unneeded])

@@ -174,7 +174,7 @@ def resolves(name: str) -> bool:
 def phases() -> set[str]:
     """Names of phases: the table in step.py's docstring, and the names given to Graph.add."""
     source = (PACKAGE / "step.py").read_text(encoding="utf-8")
-    listed = re.findall(r"^    ([a-z_.]+) +per (?:group|step|sample)", source, re.MULTILINE)
+    listed = re.findall(r"^    ([a-z_.]+) +per (?:step|pack|group|sample)", source, re.MULTILINE)
     return {*listed, *re.findall(r"add\(\s*f?\"([a-z_.]+)", source)}
 
 

@@ -260,8 +260,10 @@ def test_a_score_belongs_to_its_sample() -> None:
 
 def test_the_overlapped_runner_really_computes_while_it_decodes() -> None:
     during = {}
+    # a pack is full with a group
+    sections: dict[str, dict[str, Any]] = {"algo": {"kl_coefficient": 0.1}, "train": {"microbatch_tokens": 20}}
     for runner in ("serial", "overlapped"):
-        run = run_step(recipe({"algo": {"kl_coefficient": 0.1}}, runner), PROMPTS)
+        run = run_step(recipe(sections, runner), PROMPTS)
         names = [str(event["name"]) for event in run.trace.events]
         last = len(names) - 1 - names[::-1].index("rollout.decode")
         during[runner] = set(names[names.index("rollout.decode") : last])

@@ -148,14 +148,9 @@ def denominator(kind: Aggregation, total_tokens: int, num_responses: int, max_ne
 
 
 def _stats(
-    inputs: LossInputs,
-    config: AlgoConfig,
-    loss: Tensor,
-    surrogate_T: Tensor,
-    kl_T: Tensor,
-    entropy_T: Tensor,
+    inputs: LossInputs, config: AlgoConfig, loss: Tensor, surrogate_T: Tensor, kl_T: Tensor, entropy_T: Tensor,
     ratio_T: Tensor,
-) -> LossStats:
+) -> LossStats:  # fmt: skip
     with torch.no_grad():
         counted_T = inputs.weights_T > 0
         too_low_T = (ratio_T < 1.0 - config.clip_low) & (inputs.advantages_T < 0)

@@ -118,12 +118,52 @@ def train(
     suffix: Annotated[int, typer.Option(help="Tokens of each sample.")] = 512,
     recompute: Annotated[str, typer.Option(help="Of suffixes: none or layer.")] = "none",
     unshared: Annotated[bool, typer.Option(help="Also compute a whole sequence per sample.")] = True,
+    groups: Annotated[int, typer.Option(help="Prompts whose samples share a pass.")] = 1,
     device: Device = "auto",
 ) -> None:
     """Gradients of a group against the rate of matrix products, and against computing its prompt for every sample."""
     from rollplex.bench import train as claim
 
-    _print(claim.run(model, prefix, group, suffix, recompute, unshared, device))
+    _print(claim.run(model, prefix, group, suffix, recompute, unshared, device, groups))
+
+
+@bench.command()
+def step(
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value, as of a recipe.")] = None,
+    model: Model = "3b",
+    prompts: int = 8,
+    images: Annotated[int, typer.Option(help="Images of each prompt.")] = 8,
+    pixels: Annotated[int, typer.Option(help="Side of each image, pixels.")] = 896,
+    group: Annotated[int, typer.Option(help="Samples of each prompt.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each sample.")] = 512,
+    train_vision: Annotated[bool, typer.Option(help="Train the vision tower as well.")] = False,
+    reference: Annotated[bool, typer.Option(help="With a KL term to a frozen reference.")] = True,
+    unshared: Annotated[bool, typer.Option(help="Also compute a group's prompt for every sample.")] = False,
+    steps: Annotated[int, typer.Option(help="Timed steps.")] = 3,
+    device: Device = "auto",
+) -> None:
+    """A whole training step, by phase, against the rates of products and of memory."""
+    from rollplex.bench import step as claim
+
+    shape = claim.Shape(prompts, images, pixels, group, new_tokens)
+    _print(claim.run(model, shape, train_vision, reference, unshared, steps, overrides or [], device))
+
+
+@bench.command()
+def gradients(
+    model: Model = "3b",
+    layers: Annotated[int, typer.Option(help="Decoder layers that are left of it.")] = 4,
+    prompts: int = 3,
+    images: Annotated[int, typer.Option(help="Images of each prompt.")] = 4,
+    pixels: Annotated[int, typer.Option(help="Side of each image, pixels.")] = 448,
+    group: Annotated[int, typer.Option(help="Samples of each prompt.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each sample.")] = 128,
+    device: Device = "auto",
+) -> None:
+    """Error of a bfloat16 step's gradient beside that of the plain bfloat16 computation."""
+    from rollplex.bench import gradients as claim
+
+    _print(claim.run(model, layers, prompts, images, pixels, group, new_tokens, device))
 
 
 @bench.command()

@@ -22,6 +22,7 @@ from rollplex.models.vlm import VisionLanguageModel
 from rollplex.step import Group
 from rollplex.testing import canned_prompts, hf_inputs, tiny_config, tiny_model
 from rollplex.trace import Trace
+from rollplex.train.optim import GradientAccumulator
 from rollplex.types import Sample
 
 IMAGES_PER_PROMPT = (0, 2, 1, 2, 1)
@@ -114,12 +115,22 @@ def gradient_errors(record: Record, algo: AlgoConfig) -> tuple[float, float]:
     model = tiny_model(tiny_config())
     model.load_state_dict({name: weight.cpu().float() for name, weight in record.before.items()}, assign=True)
     expected = plain_gradients(model, record.groups, algo)
+    return relative_errors(published(model, record.gradients), expected)
+
+
+def published(model: VisionLanguageModel, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts of packed tensors, by published name."""
+    unpack: Any = model.family.unpack  # type: ignore[attr-defined]
+    return {name: part for packed_name, tensor in packed.items() for name, part in unpack(packed_name, tensor)}
+
+
+def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Norm of the difference over the norm of what is expected: over all tensors together, and of the worst tensor."""
     differences, norms = [], []
-    for name, packed in record.gradients.items():
-        for hf_name, gradient in model.family.unpack(name, packed):  # type: ignore[attr-defined]
-            reference = expected[hf_name].double()
-            differences.append(float((gradient.cpu().double() - reference).norm()))
-            norms.append(float(reference.norm()))
+    for name, gradient in found.items():
+        reference = expected[name].to(gradient.device).double()
+        differences.append(float((gradient.double() - reference).norm()))
+        norms.append(float(reference.norm()))
     total = sum(value**2 for value in differences) ** 0.5 / sum(value**2 for value in norms) ** 0.5
     return total, max(difference / norm for difference, norm in zip(differences, norms, strict=True))
 
@@ -127,23 +138,27 @@ def gradient_errors(record: Record, algo: AlgoConfig) -> tuple[float, float]:
 def plain_gradients(model: VisionLanguageModel, groups: Sequence[Group], algo: AlgoConfig) -> dict[str, Tensor]:
     """Gradients by published name: transformers' model on each full sequence by itself, the loss written out.
 
-    Token-mean aggregation, one update per batch (so the ratio is 1), KL estimator k3 in the loss.
+    Token-mean aggregation, one update per batch (so the ratio is 1), KL estimator k3 in the loss. In the model's
+    precision, on its device; summed over sequences in float32.
     """
-    twin = to_transformers(model).requires_grad_(True)
+    twin, device = to_transformers(model).requires_grad_(True), model.device
+    parameters = {name.replace("model.visual.", "visual.").replace("language_model.", ""): parameter
+                  for name, parameter in twin.named_parameters()}  # fmt: skip
+    sums = GradientAccumulator(parameters)
     num_tokens = sum(sample.length for group in groups for sample in group.responses)
     for group in groups:
         assert group.credit is not None and group.reference_T is not None
+        advantages_T, reference_T = group.credit.advantages_T.to(device), group.reference_T.to(device)
         start = 0
         for sample in group.responses:
             tokens = slice(start, start := start + sample.length)
-            logits = twin(**hf_inputs(group.prompt, sample.ids), use_cache=False).logits[0].float()
+            inputs = {name: tensor.to(device) for name, tensor in hf_inputs(group.prompt, sample.ids).items()}
+            logits = twin(**inputs, use_cache=False).logits[0].float()
             predictions = logits[len(group.prompt.ids) - 1 : -1].log_softmax(-1)
-            logprobs_T = predictions.gather(1, torch.from_numpy(sample.ids)[:, None])[:, 0]
+            logprobs_T = predictions.gather(1, torch.from_numpy(sample.ids).to(device)[:, None])[:, 0]
             ratio_T = (logprobs_T - logprobs_T.detach()).exp()
-            log_r_T = group.reference_T[tokens].cpu() - logprobs_T
+            log_r_T = reference_T[tokens] - logprobs_T
             kl_T = log_r_T.exp() - log_r_T - 1
-            loss_T = -ratio_T * group.credit.advantages_T[tokens] + algo.kl_coefficient * kl_T
+            loss_T = -ratio_T * advantages_T[tokens] + algo.kl_coefficient * kl_T
             (loss_T.sum() / num_tokens).backward()
-    published = {name.replace("model.visual.", "visual.").replace("language_model.", ""): parameter
-                 for name, parameter in twin.named_parameters()}  # fmt: skip
-    return {name: parameter.grad for name, parameter in published.items() if parameter.grad is not None}
+    return sums.buffers

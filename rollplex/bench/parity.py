@@ -71,7 +71,7 @@ def _logits(model: VisionLanguageModel, prompt: Prompt, response: npt.NDArray[np
     decoder, device = model.decoder, model.device
     ids = np.concatenate([prompt.ids[-1:], response[:-1]])
     positions = prompt.positions[:, -1:] + np.arange(len(ids))
-    attention = SuffixAttention(_prefix(model, prompt).kv, Segments((len(ids),), device))
+    attention = SuffixAttention([(_prefix(model, prompt).kv, len(ids))], Segments((len(ids),), device))
     x_TH = model.embed(torch.from_numpy(ids).to(device))
     hidden_TH = decoder(x_TH, decoder.rope(torch.from_numpy(positions).to(device)), attention)
     return logits(hidden_TH, decoder.head)

@@ -1,8 +1,9 @@
 """Claim: gradients cost about what their operations cost, and a prompt is paid for once, not once per sample.
 
-One group: a prefix, computed forward with its layer inputs kept; its responses, forward and backward over it, the head
-included; then the prefix recomputed and backward, layer by layer. Beside it, the same gradients with sharing off: every
-sample computes its own prompt and response as one sequence, forward and backward, as usual trainers do.
+Some groups: a prefix each, computed forward with its layer inputs kept; their responses, packed, forward and backward
+over the prefixes, the head included; then a prefix recomputed and backward, layer by layer. Beside it, the same
+gradients with sharing off: every sample computes its own prompt and response as one sequence, forward and backward, as
+usual trainers do. Prefix passes are measured on one group.
 Operations counted are those of the model, three forwards for a forward and a backward; recomputation of suffixes, where
 it is switched on, is work that does not count.
 """
@@ -23,7 +24,7 @@ from rollplex.gpu.device import describe, peak_memory_bytes, select_device
 from rollplex.models.prefix import PrefixState
 from rollplex.models.vlm import Encoded
 from rollplex.phases.run import finish
-from rollplex.train.policy import Learner, Scored
+from rollplex.train.policy import Learner, Responses, Scored
 from rollplex.types import Prompt, Sample
 
 REPEATS = 3
@@ -33,21 +34,24 @@ TEXT_IDS = 200
 
 
 def run(
-    model: str, prefix: int, group: int, suffix: int, recompute: str, unshared: bool, device: str
+    model: str, prefix: int, group: int, suffix: int, recompute: str, unshared: bool, device: str, groups: int = 1
 ) -> dict[str, object]:
-    """Milliseconds and TFLOP/s of suffixes and of the prefix, and of whole sequences if `unshared`."""
+    """Milliseconds and TFLOP/s of all groups' suffixes and of one prefix, and of whole sequences if `unshared`."""
     on = select_device(device)
     weights = model_of(model, on, torch.bfloat16 if on.type == "cuda" else torch.float32)
-    config = TrainConfig.model_validate({"recompute": recompute, "microbatch_tokens": max(16384, group * suffix)})
+    config = TrainConfig.model_validate(
+        {"recompute": recompute, "microbatch_tokens": max(16384, groups * group * suffix)}
+    )
     learner = Learner(weights, config, 1.0, train_vision=False)
-    work = _Group(learner, text_prompt(weights, prefix), group, suffix)
+    work = _Pack(learner, text_prompt(weights, prefix), groups, group, suffix)
     c = weights.decoder.config
-    forward, responses = prefill_flops(c, prefix), suffix_flops(c, prefix, suffix) * group
+    forward, responses = prefill_flops(c, prefix), suffix_flops(c, prefix, suffix) * group * groups
     result: dict[str, Any] = {
         "bench": "train",
         "model": model,
         "device": describe(on),
         "prefix": prefix,
+        "groups": groups,
         "group": group,
         "suffix_tokens": suffix,
         "recompute": recompute,
@@ -56,11 +60,11 @@ def run(
         "suffix": _measured(work.suffixes, 3 * responses, on),
         "prefix_backward": _measured(work.prefix_backward, 3 * forward, on),
     }
-    shared_ms = sum(result[part]["ms"] for part in ("suffix", "prefix_backward"))
+    shared_ms = result["suffix"]["ms"] / groups + result["prefix_backward"]["ms"]
     result["shared_ms"] = shared_ms
     if unshared:
-        alone = _Group(learner, text_prompt(weights, 1), 1, prefix + suffix)
-        one = _measured(alone.suffixes, 3 * (forward + responses // group), on)
+        alone = _Pack(learner, text_prompt(weights, 1), 1, 1, prefix + suffix)
+        one = _measured(alone.suffixes, 3 * (forward + responses // (group * groups)), on)
         result["unshared"] = {"ms_per_sample": one["ms"], "ms": one["ms"] * group, "tflops": one["tflops"]}
         result["sharing_gain"] = one["ms"] * group / shared_ms
     if on.type == "cuda":
@@ -68,30 +72,32 @@ def run(
     return result
 
 
-class _Group:
-    """A prompt and random responses, and the passes over them."""
+class _Pack:
+    """Groups of a prompt and random responses, and the passes over them."""
 
-    def __init__(self, learner: Learner, prompt: Prompt, group: int, suffix: int) -> None:
+    def __init__(self, learner: Learner, prompt: Prompt, groups: int, group: int, suffix: int) -> None:
         self._learner, self._prompt = learner, prompt
         rng, zeros = np.random.default_rng(0), np.zeros(suffix, dtype=np.float32)
-        self._samples = [
-            Sample(0, index, rng.integers(0, TEXT_IDS, suffix), zeros, zeros, zeros, "length", "", 0, 1)
-            for index in range(group)
-        ]
-        self._prefix = self.prefix_forward()
+        self._groups = [
+            Responses(prompt, self.prefix_forward(), [
+                Sample(index, sample, rng.integers(0, TEXT_IDS, suffix), zeros, zeros, zeros, "length", "", 0, 1)
+                for sample in range(group)
+            ])
+            for index in range(groups)
+        ]  # fmt: skip
 
     def prefix_forward(self) -> PrefixState:
         learner = self._learner
         return finish(learner.prefixes([self._prompt], [Encoded((), ())], for_training=True))[0]
 
-    def suffixes(self) -> Tensor:
+    def suffixes(self) -> list[Tensor]:
         def loss(tokens: slice, scored: Scored) -> Tensor:
             return -scored.logprobs_T.sum()
 
-        return finish(self._learner.backward(self._prompt, self._prefix, self._samples, loss))
+        return finish(self._learner.backward(self._groups, [loss] * len(self._groups)))
 
     def prefix_backward(self) -> None:
-        finish(self._learner.prefix_backward(self._prefix))
+        finish(self._learner.prefix_backward(self._groups[0].prefix))
 
 
 def _measured(work: Callable[[], object], flops: int, device: torch.device) -> dict[str, Any]:

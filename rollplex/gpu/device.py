@@ -16,8 +16,10 @@ def select_device(name: str) -> torch.device:
     """The device for `run.device`: "auto" takes CUDA where there is one. On CUDA, repeatable kernels are switched on.
 
     Raises:
-        ConfigError: CUDA was asked for and there is none.
+        ConfigError: CUDA was asked for and there is none, or something else was.
     """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f'run.device = {name!r}: use "auto", "cpu" or "cuda"')
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError('run.device = "cuda": torch sees no CUDA device; use run.device = "auto" or "cpu"')

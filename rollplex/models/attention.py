@@ -1,7 +1,7 @@
 """The three ways in which a decoder layer attends, behind the decoder's `Attention` protocol.
 
     PrefixAttention   packed causal attention over prompts' prefixes; hands out their keys and values
-    SuffixAttention   suffix tokens see their group's whole prefix and, causally, their own sequence
+    SuffixAttention   suffix tokens of some groups: each sees its group's whole prefix and, causally, its own sequence
     DecodeAttention   one new token per sample: the group's prefix is read once for all its samples, own K/V is paged
 
 They know layers by number and prefixes by their K/V tensors; not where those come from, nor what becomes of the output.
@@ -10,7 +10,7 @@ Legend: T tokens, N query heads, K key/value heads, G query heads per K, D head 
 history slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,22 +56,28 @@ class PrefixKV:
         return self.k_LPKD.shape[1]
 
 
+SharedPrefix = tuple[PrefixKV, int]
+"""A prefix, and how many of the packed rows attend to it; rows of one group are adjacent, in order of the prefixes."""
+
+
 class SuffixAttention:
-    """Packed suffixes of one group over the group's prefix.
+    """Packed suffixes of some groups, each over its own group's prefix.
 
     The two parts are merged by log-sum-exp. Backward is exact for q and the suffix's own k and v through autograd; the
-    prefix's gradients are added to `prefix.grad_k_LPKD` and `grad_v_LPKD`, outside autograd, because several
-    microbatches of the group add to them before the prefix's one backward pass.
+    prefix's gradients are added to `grad_k_LPKD` and `grad_v_LPKD` of its PrefixKV, outside autograd, because several
+    microbatches of a group may add to them before the prefix's one backward pass.
     """
 
-    def __init__(self, prefix: PrefixKV, segments: Segments, keep: KeepKV | None = None) -> None:
-        self._prefix, self._segments, self._keep = prefix, segments, keep
+    def __init__(self, prefixes: Sequence[SharedPrefix], segments: Segments, keep: KeepKV | None = None) -> None:
+        num_rows = sum(rows for _, rows in prefixes)
+        assert num_rows == sum(segments.lengths), f"prefixes for {num_rows} rows, sequences {segments.lengths}"
+        self._prefixes, self._segments, self._keep = prefixes, segments, keep
 
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if self._keep is not None:
             self._keep(layer, k_TKD, v_TKD)
         o_TND: Tensor = _MergedAttention.apply(  # type: ignore[no-untyped-call]
-            q_TND, k_TKD, v_TKD, self._prefix, layer, self._segments
+            q_TND, k_TKD, v_TKD, self._prefixes, layer, self._segments
         )
         return o_TND
 
@@ -79,34 +85,60 @@ class SuffixAttention:
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, prefix: PrefixKV, layer: int, segments: Segments
-    ) -> Tensor:
-        o_TND, lse_NT = flash_forward(q_TND, k_TKD, v_TKD, causal=True, segments=segments)
-        if prefix.length:
-            prefix_o, prefix_lse = flash_forward(q_TND, prefix.k_LPKD[layer], prefix.v_LPKD[layer], causal=False)
-            o_TND, lse_NT = merge(prefix_o, prefix_lse, o_TND, lse_NT)
+        ctx: Any, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, prefixes: Sequence[SharedPrefix], layer: int,
+        segments: Segments,
+    ) -> Tensor:  # fmt: skip
+        own = flash_forward(q_TND, k_TKD, v_TKD, causal=True, segments=segments)
+        o_TND, lse_NT = _merge_prefixes(q_TND, *own, prefixes, layer)
         ctx.save_for_backward(q_TND, k_TKD, v_TKD, o_TND, lse_NT)
-        ctx.prefix, ctx.layer, ctx.segments = prefix, layer, segments
+        ctx.prefixes, ctx.layer, ctx.segments = prefixes, layer, segments
         return o_TND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
-        prefix, layer = ctx.prefix, ctx.layer
         grad_q, grad_k, grad_v = flash_backward(grad_TND, q, k, v, o, lse, causal=True, segments=ctx.segments)
-        if prefix.length:
-            assert prefix.grad_k_LPKD is not None, (
+        for prefix, rows in _rows(ctx.prefixes):
+            if not prefix.length:
+                continue
+            assert prefix.grad_k_LPKD is not None and prefix.grad_v_LPKD is not None, (
                 "a backward pass through a prefix needs somewhere to add its gradient"
             )
-            assert prefix.grad_v_LPKD is not None
+            k_PKD, v_PKD = prefix.k_LPKD[ctx.layer], prefix.v_LPKD[ctx.layer]
             prefix_q, prefix_k, prefix_v = flash_backward(
-                grad_TND, q, prefix.k_LPKD[layer], prefix.v_LPKD[layer], o, lse, causal=False
+                grad_TND[rows], q[rows], k_PKD, v_PKD, o[rows], lse[:, rows], causal=False
             )
-            grad_q = grad_q + prefix_q
-            prefix.grad_k_LPKD[layer] += prefix_k
-            prefix.grad_v_LPKD[layer] += prefix_v
+            grad_q[rows] += prefix_q
+            prefix.grad_k_LPKD[ctx.layer] += prefix_k
+            prefix.grad_v_LPKD[ctx.layer] += prefix_v
         return grad_q, grad_k, grad_v, None, None, None
+
+
+def _rows(prefixes: Sequence[SharedPrefix]) -> Iterator[tuple[PrefixKV, slice]]:
+    """Each prefix, and its rows."""
+    stop = 0
+    for prefix, num_rows in prefixes:
+        stop += num_rows
+        yield prefix, slice(stop - num_rows, stop)
+
+
+def _merge_prefixes(
+    q_TND: Tensor, own_o_TND: Tensor, own_lse_NT: Tensor, prefixes: Sequence[SharedPrefix], layer: int
+) -> tuple[Tensor, Tensor]:
+    """Attention over each row's prefix too, from that over its own keys: a kernel per prefix, one merge for all."""
+    if not any(prefix.length for prefix, _ in prefixes):
+        return own_o_TND, own_lse_NT
+    parts = []
+    for prefix, rows in _rows(prefixes):
+        if prefix.length:
+            parts.append(flash_forward(q_TND[rows], prefix.k_LPKD[layer], prefix.v_LPKD[layer], causal=False))
+        else:  # over no keys: these rows' own output keeps its bits
+            nothing_lse_NT = torch.full_like(own_lse_NT[:, rows], float("-inf"))
+            parts.append((torch.zeros_like(own_o_TND[rows]), nothing_lse_NT))
+    if len(parts) == 1:
+        return merge(*parts[0], own_o_TND, own_lse_NT)
+    return merge(torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], 1), own_o_TND, own_lse_NT)
 
 
 @dataclass(frozen=True)
@@ -135,7 +167,7 @@ class DecodeAttention:
 
     def __init__(
         self, pages: PagedKV, slots_T: Tensor, history_TS: Tensor, history_lengths_T: Tensor,
-        prefixes: Sequence[tuple[PrefixKV, int]],
+        prefixes: Sequence[SharedPrefix],
     ) -> None:  # fmt: skip
         self._pages, self._slots_T, self._history_TS, self._prefixes = pages, slots_T, history_TS, prefixes
         positions_S = torch.arange(history_TS.shape[1], device=history_TS.device)
@@ -143,17 +175,7 @@ class DecodeAttention:
 
     def __call__(self, layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         self._pages.write(layer, self._slots_T, k_TKD, v_TKD)
-        own_o_TND, own_lse_NT = self._own(layer, q_TND)
-        outputs, start = [], 0
-        for prefix, num_rows in self._prefixes:
-            rows = slice(start, start + num_rows)
-            start += num_rows
-            if not prefix.length:
-                outputs.append(own_o_TND[rows])
-                continue
-            o, lse = flash_forward(q_TND[rows], prefix.k_LPKD[layer], prefix.v_LPKD[layer], causal=False)
-            outputs.append(merge(o, lse, own_o_TND[rows], own_lse_NT[:, rows])[0])
-        return torch.cat(outputs)
+        return _merge_prefixes(q_TND, *self._own(layer, q_TND), self._prefixes, layer)[0]
 
     def _own(self, layer: int, q_TND: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of each sample over its own suffix, in float32: o [T, N, D] and lse [N, T]."""

@@ -2,14 +2,16 @@
 
 A *phase* runs once per step, once per prompt group, or once per sample; each run of it is a *node*. A phase's function
 is called with the node's key - `run()`, `run(group)` or `run(group, sample)` - and is either a plain function or a
-generator that yields wherever another lane may take a turn. What it yields is `None`, or one of
+generator that yields wherever another lane may take a turn. One that runs per pack has a node for each group, and runs
+those of some groups together: `run(*groups)`. What a phase yields is `None`, or one of
 
     WaitFor(node)    nothing to do before that node is done
     Finished(...)    samples that exist from now on: whatever needs them may start, while this phase goes on
 
-A phase may name only phases added before it, so the graph has no cycle. Phases of one *chain* add to the same sums, so
-their order is fixed by data: groups in the order in which they finished - (decode step, index) - and, within a group,
-the order of the phases. This file knows nothing of time, streams or models.
+A phase may name only phases added before it, so the graph has no cycle. Which groups are a pack follows from data: from
+the order in which groups finish, (decode step, index). So does the order of phases of one *chain*, which add to the
+same sums: pack after pack; within a pack, phase after phase; within a phase, group after group. This file knows
+nothing of time, streams or models.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Lane = Literal["decode", "compute", "copy", "host"]
-Per = Literal["step", "group", "sample"]
+Per = Literal["step", "pack", "group", "sample"]
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,14 @@ class Phase:
 
 @dataclass
 class Graph:
-    """The phases of one step, in the order of the algorithm."""
+    """The phases of one step, in the order of the algorithm.
+
+    packs: from the groups that have finished, in order, to the packs that no later one can join.
+    """
 
     num_groups: int
     group_size: int
+    packs: Callable[[Sequence[int]], Sequence[Sequence[int]]] = lambda order: [(group,) for group in order]
     phases: dict[str, Phase] = field(default_factory=dict)
 
     def add(
@@ -73,7 +79,7 @@ class Graph:
         assert name not in self.phases, f"phase {name} was added twice"
         for other in after:
             assert other in self.phases, f"phase {name} comes after {other}, which was not added before it"
-        assert not chain or per == "group", f"phase {name}: only group phases can be chained"
+        assert not chain or per in ("group", "pack"), f"phase {name}: only groups and packs can be chained"
         chosen = tuple(range(self.num_groups)) if groups is None else tuple(groups)
         self.phases[name] = Phase(name, run, lane, per, tuple(after), chosen, chain, announces)
 
@@ -87,10 +93,10 @@ class Graph:
             yield Node(phase.name)
             return
         for group in phase.groups:
-            if phase.per == "group":
-                yield Node(phase.name, group)
-            else:
+            if phase.per == "sample":
                 yield from (Node(phase.name, group, sample) for sample in range(self.group_size))
+            else:
+                yield Node(phase.name, group)
 
     def needs(self, node: Node) -> Iterator[Node]:
         """The nodes, and announcements, that must be done before `node` may start (its chain aside)."""
@@ -102,7 +108,7 @@ class Graph:
             yield from self.nodes(phase)
         elif phase.announces:
             yield Node(phase.name, node.group, node.sample)
-        elif phase.per == "group":
+        elif phase.per != "sample":
             yield Node(phase.name, node.group)
         elif node.sample >= 0:
             yield Node(phase.name, node.group, node.sample)

@@ -10,7 +10,8 @@ phase deepest in the graph, because it frees the most memory. This file knows no
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Sequence
+from itertools import product
 from typing import Literal, TypeVar, cast
 
 from rollplex.phases.graph import Finished, Graph, Node, Phase, WaitFor
@@ -21,6 +22,8 @@ IDLE_S = 0.0005
 
 Runner = Callable[[Graph, Trace], None]
 Result = TypeVar("Result")
+Unit = tuple[Node, ...]
+"""The nodes of one run of a phase: several groups' if it runs per pack, else one."""
 _Work = Generator[object, None, object]
 
 
@@ -31,6 +34,7 @@ class Progress:
         self.graph = graph
         self.done: set[Node] = set()
         self.finish_order: list[int] = []
+        self.packs: Sequence[Sequence[int]] = []
         self._missing: dict[Node, int] = {}
         self._waiting: dict[Node, list[Node]] = {}
         self._num_finished = [0] * graph.num_groups
@@ -49,10 +53,11 @@ class Progress:
     def complete(self) -> bool:
         return self._num_nodes == 0
 
-    def finish(self, node: Node) -> None:
-        """A node has run to its end."""
-        self._num_nodes -= 1
-        self._mark(node)
+    def finish(self, unit: Unit) -> None:
+        """Nodes have run to their end."""
+        for node in unit:
+            self._num_nodes -= 1
+            self._mark(node)
 
     def announce(self, phase: str, finished: Finished) -> None:
         """Samples exist; a group is finished with its last sample, and groups of one announcement in order of index."""
@@ -65,27 +70,31 @@ class Progress:
         for group in sorted(groups):
             self.finish_order.append(group)
             self._mark(Node(phase, group))
+        if groups:
+            self.packs = self.graph.packs(self.finish_order)
 
-    def take(self, node: Node) -> Node:
-        """Remove a node from the ready ones, because it starts."""
-        del self._ready[node.phase][node]
-        return node
+    def take(self, unit: Unit) -> Unit:
+        """Remove nodes from the ready ones, because they start."""
+        for node in unit:
+            del self._ready[node.phase][node]
+        return unit
 
-    def ready(self, phase: Phase) -> Iterator[Node]:
-        """Nodes of a phase that may start now, its chain's order included."""
-        nodes = self._ready[phase.name]
-        if not phase.chain:
-            yield from list(nodes)
-            return
-        group = self._turn_of(phase)
-        if group is not None and Node(phase.name, group) in nodes:
-            yield Node(phase.name, group)
+    def ready(self, phase: Phase) -> list[Unit]:
+        """What of a phase may start now, its chain's order included."""
+        ready = self._ready[phase.name]
+        if not ready or (phase.per != "pack" and not phase.chain):
+            return [(node,) for node in ready]
+        packs = self._turn(phase) if phase.chain else self.packs
+        units = [tuple(Node(phase.name, group) for group in pack if group in phase.groups) for pack in packs]
+        return [unit for unit in units if unit and all(node in ready for node in unit)]
 
-    def _turn_of(self, phase: Phase) -> int | None:
-        """Whose turn it is in the phase's chain: the first finished group that has not passed all of it."""
-        last = self.graph.chain(phase.chain)[-1]
-        waiting = (group for group in self.finish_order if group in phase.groups)
-        return next((group for group in waiting if Node(last.name, group) not in self.done), None)
+    def _turn(self, phase: Phase) -> Sequence[Sequence[int]]:
+        """What is next in the phase's chain, if this phase is: of the first pack that has not passed all of it."""
+        for pack, link in product(self.packs, self.graph.chain(phase.chain)):
+            left = [group for group in pack if group in link.groups and Node(link.name, group) not in self.done]
+            if left:
+                return [] if link is not phase else [left] if phase.per == "pack" else [left[:1]]
+        return []
 
     def wanted(self, node: Node) -> set[Node]:
         """The node and everything not yet done that it needs."""
@@ -106,34 +115,35 @@ class Progress:
 
 
 class _Open:
-    """A node that has started and not ended."""
+    """A run of a phase that has started and not ended."""
 
-    def __init__(self, node: Node, phase: Phase, progress: Progress, trace: Trace) -> None:
-        self.node, self.phase = progress.take(node), phase
+    def __init__(self, unit: Unit, phase: Phase, progress: Progress, trace: Trace) -> None:
+        self.unit, self.phase = progress.take(unit), phase
         self._progress, self._trace = progress, trace
         self._work: _Work | None = None
         self._started = False
         self.waits_for: Node | None = None
 
     def advance(self) -> bool:
-        """Run to the next yield; False once the node has ended."""
+        """Run to the next yield; False once the work has ended."""
         if self.waits_for is not None and self.waits_for not in self._progress.done:
             return True
         self.waits_for = None
-        with self._trace.span(self.node.phase, lane=self.phase.lane, group=self.node.group, sample=self.node.sample):
+        first = self.unit[0]
+        with self._trace.span(first.phase, lane=self.phase.lane, group=first.group, sample=first.sample):
             ended, said = self._step()
         if isinstance(said, WaitFor):
             self.waits_for = said.node
         elif isinstance(said, Finished):
-            self._progress.announce(self.node.phase, said)
+            self._progress.announce(first.phase, said)
         if ended:
-            self._progress.finish(self.node)
+            self._progress.finish(self.unit)
         return not ended
 
     def _step(self) -> tuple[bool, object]:
         if not self._started:
             self._started = True
-            key = [part for part in (self.node.group, self.node.sample) if part >= 0]
+            key = [part for node in self.unit for part in (node.group, node.sample) if part >= 0]
             work = self.phase.run(*key)
             if not isinstance(work, Generator):
                 return True, None
@@ -153,14 +163,10 @@ def run_serial(graph: Graph, trace: Trace) -> None:
     """Execute the graph phase after phase."""
     progress = Progress(graph)
     for phase in graph.phases.values():
-        while nodes := list(progress.ready(phase)):
-            if phase.chain:
-                nodes = [Node(link.name, nodes[0].group) for link in graph.chain(phase.chain)]
-            if phase.lane == "host":
-                _run_together([_Open(node, phase, progress, trace) for node in nodes])
-                continue
-            for node in nodes:
-                _run_together([_Open(node, graph.phases[node.phase], progress, trace)])
+        links = graph.chain(phase.chain) if phase.chain else (phase,)
+        while units := [(unit, link) for link in links for unit in progress.ready(link)]:
+            for together in [units] if phase.lane == "host" else [[unit] for unit in units]:
+                _run_together([_Open(unit, link, progress, trace) for unit, link in together])
     assert progress.complete, "some phase never became ready"
 
 
@@ -199,18 +205,14 @@ def run_overlapped(graph: Graph, trace: Trace) -> None:
 
 def _open(lane: str, lanes: dict[str, list[_Open]], progress: Progress, trace: Trace) -> None:
     """Start ready nodes of a lane: all of them on the host, one at a time elsewhere."""
+    if lane != "host" and lanes[lane]:
+        return
     phases = [phase for phase in reversed(progress.graph.phases.values()) if phase.lane == lane]
-    if lane == "host":
-        ready = [(node, phase) for phase in phases for node in progress.ready(phase)]
-        lanes[lane] += [_Open(node, phase, progress, trace) for node, phase in ready]
-        return
-    if lanes[lane]:
-        return
-    wanted = {node for item in lanes["decode"] if item.waits_for for node in progress.wanted(item.waits_for)}
-    first = next((node for phase in phases for node in progress.ready(phase) if node in wanted), None)
-    node = first or next((node for phase in phases for node in progress.ready(phase)), None)
-    if node is not None:
-        lanes[lane].append(_Open(node, progress.graph.phases[node.phase], progress, trace))
+    ready = [(unit, phase) for phase in phases for unit in progress.ready(phase)]
+    if lane != "host" and ready:
+        wanted = {node for item in lanes["decode"] if item.waits_for for node in progress.wanted(item.waits_for)}
+        ready = [next((each for each in ready if not wanted.isdisjoint(each[0])), ready[0])]
+    lanes[lane] += [_Open(unit, phase, progress, trace) for unit, phase in ready]
 
 
 def finish(work: Generator[object, None, Result]) -> Result:

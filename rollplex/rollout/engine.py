@@ -269,7 +269,7 @@ class _Rollout:
         def write(layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
             pages.write(layer, slots_T, k_TKD, v_TKD)
 
-        attention = SuffixAttention(self._prefix(key.group), segments, write)
+        attention = SuffixAttention([(self._prefix(key.group), length)], segments, write)
         positions_T = self._tensor(range(self._first_position(key), self._first_position(key) + length))
         decoder(self._model.embed(self._tensor(ids)), decoder.rope(positions_T.expand(3, -1)), attention)
 

@@ -1,4 +1,4 @@
-"""Scoring responses over a prefix that is computed once, and the policy's backward passes and updates.
+"""Scoring responses over prefixes that are computed once, and the policy's backward passes and updates.
 
     Scorer    a model that gives log-probs of responses: the frozen reference is one
     Learner   a scorer with gradients: backward over suffixes, backward over the prefix
@@ -6,8 +6,9 @@
 
 Generators yield where another lane may take a turn: after a microbatch, or after a layer of a prefix. They know
 prompts, samples and prefix states; not advantages, rewards or what the loss is - it is a function that they are given.
+Groups that are given together share passes; which ones is decided elsewhere.
 
-Legend: T tokens of a group's responses, packed in order of sample; H hidden.
+Legend: T tokens of responses, packed in order of group and sample; H hidden.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -26,7 +27,7 @@ from rollplex.models.kernels.flash import Segments
 from rollplex.models.prefix import PrefixState, prefix_backward, prefix_forward
 from rollplex.models.vlm import Encoded, VisionLanguageModel
 from rollplex.train.optim import GradientAccumulator, Optimizer, UpdateReport
-from rollplex.train.packing import pack, suffix_arrays
+from rollplex.train.packing import Part, microbatches, suffix_arrays
 from rollplex.types import Image, Prompt, Sample
 
 Turns = Generator[None, None, None]
@@ -40,7 +41,16 @@ class Scored:
     entropy_T: Tensor
 
 
-MicrobatchLoss = Callable[[slice, Scored], Tensor]
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """A group's responses, and the prefix that they go on from."""
+
+    prompt: Prompt
+    prefix: PrefixState
+    samples: Sequence[Sample]
+
+
+GroupLoss = Callable[[slice, Scored], Tensor]
 """(which of the group's packed tokens, their scores) -> the summed loss to differentiate."""
 
 
@@ -71,26 +81,35 @@ class Scorer:
         """Compute prompts' prefixes in one pass."""
         return prefix_forward(self.model, prompts, encoded, for_training=for_training)
 
-    def score(self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample]) -> Generator[None, None, Tensor]:
-        """Log-probs [T] of all responses of a group, without gradient."""
-        parts = []
-        for chosen in self._microbatches(samples):
+    def score(self, groups: Sequence[Responses]) -> Generator[None, None, list[Tensor]]:
+        """Log-probs [T] of all responses of each group, without gradient."""
+        found: list[list[Tensor]] = [[] for _ in groups]
+        for parts in self._microbatches(groups):
             with torch.no_grad():
-                parts.append(self._suffix(prompt, prefix, chosen, with_entropy=False).logprobs_T)
+                scores = self._suffixes(groups, parts, with_entropy=False)
+            for part, scored in zip(parts, scores, strict=True):
+                found[part.group].append(scored.logprobs_T)
             yield
-        return torch.cat(parts)
+        return [torch.cat(of_group) for of_group in found]
 
-    def _microbatches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        lengths = [sample.length for sample in samples]
-        return [[samples[i] for i in chosen] for chosen in pack(lengths, self.config.microbatch_tokens)]
+    def _microbatches(self, groups: Sequence[Responses]) -> tuple[tuple[Part, ...], ...]:
+        lengths = [[sample.length for sample in group.samples] for group in groups]
+        return microbatches(lengths, self.config.microbatch_tokens)
 
-    def _suffix(self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], *, with_entropy: bool) -> Scored:
-        """One packed pass over some responses of a group."""
+    def _suffixes(self, groups: Sequence[Responses], parts: Sequence[Part], *, with_entropy: bool) -> list[Scored]:
+        """One packed pass over some responses of some groups; the scores of each part."""
         model, device = self.model, self.model.device
-        kv = prefix.require(model.version)
-        batch = suffix_arrays(int(prompt.ids[-1]), int(prompt.positions[0, -1]), samples)
+        lengths = [part.tokens.stop - part.tokens.start for part in parts]
+        prefixes = [groups[part.group].prefix.require(model.version) for part in parts]
+        batch = suffix_arrays(
+            [
+                (groups[part.group].prompt, sample)
+                for part in parts
+                for sample in groups[part.group].samples[part.samples]
+            ]
+        )
         rope = model.decoder.rope(upload(batch.positions_3T, device))
-        attention = SuffixAttention(kv, Segments(batch.lengths, device))
+        attention = SuffixAttention(list(zip(prefixes, lengths, strict=True)), Segments(batch.lengths, device))
         x_TH = model.embed(upload(batch.ids_T, device))
         for index in range(model.decoder.config.num_layers):
             layer = model.decoder.layer(index)
@@ -104,7 +123,8 @@ class Scorer:
             self.temperature, self.config.logprob_chunk_tokens, with_entropy,
             self._head_gradient if torch.is_grad_enabled() else None,
         )  # fmt: skip
-        return Scored(logprobs_T, entropy_T)
+        scores = zip(logprobs_T.split(lengths), entropy_T.split(lengths), strict=True)
+        return [Scored(*of_part) for of_part in scores]
 
 
 class Learner(Scorer):
@@ -138,23 +158,21 @@ class Learner(Scorer):
         buffer = self.gradients.buffers.get(name)
         return buffer if buffer is not None and buffer.is_cuda and buffer.dtype == torch.float32 else None
 
-    def backward(
-        self, prompt: Prompt, prefix: PrefixState, samples: Sequence[Sample], loss: MicrobatchLoss
-    ) -> Generator[None, None, Tensor]:
-        """Forward and backward over a group's responses: adds to the gradients of the weights and of the prefix's K/V.
+    def backward(self, groups: Sequence[Responses], losses: Sequence[GroupLoss]) -> Generator[None, None, list[Tensor]]:
+        """Forward and backward over groups' responses: adds to the gradients of the weights and of the prefixes' K/V.
 
-        Returns the log-probs [T], detached.
+        losses: of each group. Returns each group's log-probs [T], detached.
         """
-        parts, start = [], 0
-        for chosen in self._microbatches(samples):
+        found: list[list[Tensor]] = [[] for _ in groups]
+        for parts in self._microbatches(groups):
             with torch.enable_grad():
-                scored = self._suffix(prompt, prefix, chosen, with_entropy=self._entropy_gradient)
-                tokens = slice(start, start + len(scored.logprobs_T))
-                loss(tokens, scored).backward()
-            parts.append(scored.logprobs_T.detach())
-            start = tokens.stop
+                scores = self._suffixes(groups, parts, with_entropy=self._entropy_gradient)
+                pairs = list(zip(parts, scores, strict=True))
+                torch.autograd.backward([losses[part.group](part.tokens, scored) for part, scored in pairs])
+            for part, scored in pairs:
+                found[part.group].append(scored.logprobs_T.detach())
             yield
-        return torch.cat(parts)
+        return [torch.cat(of_group) for of_group in found]
 
     def prefix_backward(self, prefix: PrefixState) -> Turns:
         """Backward over a group's prefix, from the K/V gradients that its suffixes have left in it."""

@@ -4,14 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from rollplex.bench import exactness, forwards, parity, resume
+from rollplex.bench import cli, exactness, forwards, gradients, parity, resume
 from rollplex.bench.tiny import tiny_workers
+from rollplex.errors import ConfigError
+from rollplex.models.presets import preset_config
 from rollplex.testing import tiny_config
 
 
@@ -111,3 +115,29 @@ def test_the_command_line_ends_with_one_json_object() -> None:
     output = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     result = json.loads(output.splitlines()[-1])
     assert result["bench"] == "forwards" and result["group"] == 2
+
+
+def test_gradients_in_bfloat16_are_no_further_off_than_the_plain_ones() -> None:
+    found: dict[str, Any] = gradients.run("tiny", 3, 2, 2, 56, 4, 12, "cpu")
+    assert found["response_tokens"] > 0
+    for part in ("all", "decoder", "vision"):
+        assert 1e-3 < found[part]["shared"] < 0.1 and found[part]["ratio"] < 1.25
+    assert found["gradient_error"] == found["all"]["shared"] and found["ratio"] == found["all"]["ratio"]
+
+
+def test_a_cut_config_keeps_its_shapes() -> None:
+    whole, cut = preset_config("3b"), gradients.cut_config("3b", 4)
+    assert cut.text_config.num_hidden_layers == 4 and cut.vision_config.fullatt_block_indexes == [3]
+    for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size"):
+        assert getattr(cut.text_config, name) == getattr(whole.text_config, name)
+
+
+def test_every_listed_bench_is_one() -> None:
+    names = {command.callback.__name__ for command in cli.bench.registered_commands if command.callback}
+    lines = (Path(__file__).parents[2] / "benchmarks" / "h200.txt").read_text().splitlines()
+    listed = [line.split() for line in lines if not line.startswith("#")]
+    assert len(listed) > 10
+    for name, *options in listed:
+        assert name in names and options[-2:] == ["--device", "cuda"]
+        result = CliRunner().invoke(cli.bench, [name, *options[:-1], "nonsense"])
+        assert isinstance(result.exception, ConfigError), result.output

@@ -7,8 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rollplex.bench import decode, generate, prefill
-from rollplex.bench.work import model_of
+from rollplex.bench import decode, generate, prefill, step
+from rollplex.bench.roofline import decode_bytes
+from rollplex.bench.work import image_prompts, model_of
 from rollplex.cli import app
 from rollplex.errors import ConfigError
 
@@ -64,9 +65,48 @@ def test_arguments_that_fit_no_work_are_refused() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_train(recompute: str) -> None:
-    found = bench("train", "--prefix", "40", "--group", "4", "--suffix", "12", "--recompute", recompute)
+    options = ("--prefix", "40", "--groups", "2", "--group", "4", "--suffix", "12", "--recompute", recompute)
+    found = bench("train", *options)
     for part in ("prefix_forward", "suffix", "prefix_backward"):
         assert found[part]["tflops"] == pytest.approx(found[part]["flops"] / found[part]["ms"] / 1e9)
     assert found["prefix_backward"]["flops"] == 3 * found["prefix_forward"]["flops"]
-    assert found["shared_ms"] == pytest.approx(found["suffix"]["ms"] + found["prefix_backward"]["ms"])
+    assert found["shared_ms"] == pytest.approx(found["suffix"]["ms"] / 2 + found["prefix_backward"]["ms"])
     assert found["sharing_gain"] == pytest.approx(found["unshared"]["ms"] / found["shared_ms"])
+
+
+STEP = ("--prompts", "2", "--images", "2", "--pixels", "56", "--group", "2", "--new-tokens", "5", "--steps", "1")
+
+
+def test_step() -> None:
+    found = bench("step", *STEP, "--unshared")
+    assert list(found["phases"]) == [
+        "vision.encode", "rollout.prefill", "rollout.decode", "reference.prefix", "reference.suffix", "policy.suffix",
+        "policy.prefix_backward", "policy.update",
+    ]  # fmt: skip
+    assert all(phase["seconds"] > 0 and phase["flops"] + phase["bytes"] > 0 for phase in found["phases"].values())
+    assert found["flops"] == sum(phase["flops"] for phase in found["phases"].values())
+    scoring = sum(found["phases"][name]["seconds"] for name in step.SCORING)
+    unshared = found["unshared"]
+    assert unshared["shared_scoring_and_update_seconds"] == pytest.approx(scoring)
+    assert unshared["sharing_gain"] == pytest.approx(unshared["scoring_and_update_seconds"] / scoring)
+    assert found["grad_norm"] > 0 and found["optimizer_bytes"]["host"] == 0
+
+
+def test_step_without_reference_with_vision_and_overrides() -> None:
+    found = bench("step", "train.optimizer_gpu_gib=0", *STEP, "--no-reference", "--train-vision")
+    phases = found["phases"]
+    assert not any(name.startswith("reference") for name in phases)
+    plain = phases["rollout.prefill"]["flops"] + phases["vision.encode"]["flops"]
+    assert phases["policy.prefix_backward"]["flops"] == 3 * plain
+    assert found["optimizer_bytes"]["device"] == 0
+    assert phases["policy.update"]["host_bytes"] == found["optimizer_bytes"]["host"] > 0
+
+
+def test_bytes_of_all_decode_steps_are_those_of_each() -> None:
+    shape = step.Shape(prompts=3, images=1, pixels=56, group=4, new_tokens=7)
+    cpu = torch.device("cpu")
+    workers = step.make_workers("tiny", step.recipe("tiny", shape, False, False, cpu, []), cpu)
+    prompts = image_prompts(workers.policy.model, 3, 1, 56)
+    c, length = workers.policy.model.decoder.config, prompts[0].prefix_length
+    each = [decode_bytes(c, 12, 4, length, 1 + token, element_bytes=4).total for token in range(7)]
+    assert step.phase_work(workers, prompts, shape, False)["rollout.decode"].num_bytes == sum(each)

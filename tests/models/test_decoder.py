@@ -93,7 +93,8 @@ def suffix_hidden(model: VisionLanguageModel, state: PrefixState, group: Group) 
         positions.append(int(group.prompt.positions[0, -1]) + np.arange(lengths[-1]))
     x_TH = model.embed(torch.from_numpy(np.concatenate(ids)))
     positions_3T = torch.from_numpy(np.concatenate(positions)).expand(3, -1)
-    attention = SuffixAttention(state.require(model.version), Segments(tuple(lengths), model.device))
+    prefixes = [(state.require(model.version), sum(lengths))]
+    attention = SuffixAttention(prefixes, Segments(tuple(lengths), model.device))
     hidden_TH: Tensor = model.decoder(x_TH, model.decoder.rope(positions_3T), attention)
     return hidden_TH
 

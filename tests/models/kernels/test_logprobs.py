@@ -115,7 +115,7 @@ def test_extreme_logits(dtype: torch.dtype, device: torch.device) -> None:
     found = run_kernels(logits_CV, targets_C, 1.0, g_C, h_C)
     for each, other in zip(found, run_definition(logits_CV, targets_C, 1.0, g_C, h_C), strict=True):
         for row, other_row in zip(each, other, strict=True):
-            assert torch.allclose(row.double(), other_row, rtol=2**-8 if each.ndim == 2 else 1e-5, atol=1e-6)
+            assert torch.allclose(row.double(), other_row, rtol=2**-8 if each.ndim == 2 else 1e-5, atol=1e-5)
 
 
 @DTYPES
@@ -139,9 +139,9 @@ def test_ids_without_probability(dtype: torch.dtype, device: torch.device) -> No
     alone = run_kernels(
         logits_CV[0:1, logits_CV[0] > -torch.inf], torch.tensor([0], device=device), 0.8, g_C[:1], h_C[:1]
     )
-    assert torch.allclose(found[0][:1], alone[0], atol=1e-6)
+    assert torch.allclose(found[0][:1], alone[0], atol=1e-5)
     assert torch.allclose(found[1][:1], alone[1], atol=1e-5)
-    assert torch.allclose(found[2][0, logits_CV[0] > -torch.inf].float(), alone[2][0].float(), rtol=2**-7, atol=1e-6)
+    assert torch.allclose(found[2][0, logits_CV[0] > -torch.inf].float(), alone[2][0].float(), rtol=2**-7, atol=1e-5)
     assert not found[2][0, ::3].any()
 
 

@@ -36,7 +36,7 @@ def test_queries_and_keys_are_rotated_and_values_are_not(
     cos_TD[:, head_dim // 2 :] = sin_TD[:, head_dim // 2 :] = float("nan")  # not read
     actual = rotate_queries_and_keys(around[1:-1], cos_TD, sin_TD, num_heads)
     assert actual.data_ptr() == around[1].data_ptr(), "in place"
-    tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+    tolerance = 5e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
     assert around[0].isnan().all() and around[-1].isnan().all()
 
