@@ -1,6 +1,6 @@
 """easy-VQA as a Rollplex run needs it: rows as JSONL, and a small Qwen2.5-VL checkpoint with random weights.
 
-    python examples/easy_vqa/prepare.py --output runs/easy_vqa
+    python examples/easy_vqa/prepare.py --output runs/easy_vqa [--size 90m]
         data/train.jsonl, data/test.jsonl    rows: prompt, images, answer, kind; images stay in the easy-vqa package
         base/                                config, weights, tokenizer, image processor, in Hugging Face format
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,43 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
 IMAGE_SIDE = 84  # three merged patches of 28 pixels: 9 image tokens, enough to tell a circle from a rectangle
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of a model. init: standard deviation of its random weights; of a matrix n wide, about 1 / sqrt(n).
+
+    vocabulary_multiple: the embedding has rows beyond the last token up to a multiple of it, for GPU kernels.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vision_hidden: int
+    vision_intermediate: int
+    vision_layers: int
+    vision_heads: int
+    init: float
+    vision_init: float
+    vocabulary_multiple: int = 64
+
+    @property
+    def mrope_section(self) -> list[int]:
+        """Rotary frequencies of time, row and column, in the published models' proportion."""
+        half = self.hidden // self.heads // 2
+        return [half // 4, half * 3 // 8, half * 3 // 8]
+
+
+SIZES = {
+    # At this width the usual init of 0.02 begins with a plateau of thousands of questions.
+    "1m": Size(128, 256, 4, 4, 2, 128, 256, 3, 4, 0.1, 0.1, 1),
+    "6m": Size(256, 512, 4, 4, 2, 256, 512, 3, 4, 0.06, 0.06),
+    # As shallow as the small one, and ten times as wide: prompts are 30 tokens, so a step's time goes by layers, not by
+    # products, and what is known of the small one's learning carries over. Heads of 128 and 64, as published.
+    "90m": Size(1280, 3456, 4, 10, 2, 640, 1728, 3, 10, 0.03, 0.045),
+}
 ROW_ORDER_SEED = 0  # the order of rows, the same for every run, so that every seed is evaluated on the same questions
 
 Row = dict[str, Any]
@@ -125,37 +163,35 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
-    """A Qwen2.5-VL of about a million parameters."""
+def model_config(tokenizer: PreTrainedTokenizerFast, size: Size) -> Qwen2_5_VLConfig:
+    """A Qwen2.5-VL of this size."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    hidden = 128
-    init = {"initializer_range": 0.1}  # at this width the usual 0.02 begins with a plateau of thousands of questions
     return Qwen2_5_VLConfig(
         text_config={
-            **init,
-            "vocab_size": len(tokenizer),
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "initializer_range": size.init,
+            "vocab_size": -(-len(tokenizer) // size.vocabulary_multiple) * size.vocabulary_multiple,
+            "hidden_size": size.hidden,
+            "intermediate_size": size.intermediate,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": size.heads,
+            "num_key_value_heads": size.kv_heads,
             "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": size.mrope_section},
             "tie_word_embeddings": True,
             "bos_token_id": ids["<|endoftext|>"],
             "eos_token_id": ids["<|im_end|>"],
             "pad_token_id": ids["<|endoftext|>"],
         },
         vision_config={
-            **init,
-            "depth": 3,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_heads": 4,
-            "out_hidden_size": hidden,
+            "initializer_range": size.vision_init,
+            "depth": size.vision_layers,
+            "hidden_size": size.vision_hidden,
+            "intermediate_size": size.vision_intermediate,
+            "num_heads": size.vision_heads,
+            "out_hidden_size": size.hidden,
             "patch_size": 14,
             "window_size": 56,
-            "fullatt_block_indexes": [0, 1, 2],  # an image of 36 patches needs no windows
+            "fullatt_block_indexes": list(range(size.vision_layers)),  # an image of 36 patches needs no windows
         },
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -180,10 +216,10 @@ def image_settings() -> dict[str, Any]:
     }
 
 
-def write_checkpoint(directory: Path, texts: Iterable[str], seed: int) -> None:
+def write_checkpoint(directory: Path, texts: Iterable[str], seed: int, size: str = "1m") -> None:
     """Write a model with random weights, its tokenizer for `texts`, and its image processor."""
     tokenizer = build_tokenizer(texts)
-    config = model_config(tokenizer)
+    config = model_config(tokenizer, SIZES[size])
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(config)
     eos = [config.text_config.eos_token_id, config.text_config.bos_token_id]
@@ -204,12 +240,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("runs/easy_vqa"))
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--size", choices=SIZES, default="1m", help="of the model, in parameters")
+    parser.add_argument("--questions", type=int, help="write only so many of each split; by default all")
     arguments = parser.parse_args()
     train, test = read_rows("train"), read_rows("test")
+    texts = [row[column] for row in train for column in ("prompt", "answer")]
+    train, test = train[: arguments.questions], test[: arguments.questions]
     write_rows(arguments.output / "data" / "train.jsonl", train)
     write_rows(arguments.output / "data" / "test.jsonl", test)
-    texts = (row[column] for row in train for column in ("prompt", "answer"))
-    write_checkpoint(arguments.output / "base", texts, arguments.seed)
+    write_checkpoint(arguments.output / "base", texts, arguments.seed, arguments.size)
     print(f"prepared {len(train)} training and {len(test)} test questions, and a model with random weights, "
           f"in {arguments.output}")  # fmt: skip
 

@@ -49,6 +49,10 @@ class Batch:
     patches: Tensor
     grids: Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        return Batch(*(getattr(self, name).to(device) for name in ("ids", "labels", "patches", "grids")))
+
 
 class Encoder:
     """Makes batches as the checkpoint's tokenizer, chat template and image processor say."""
@@ -91,6 +95,7 @@ class Encoder:
 
 def learn(model: Qwen2_5_VLForConditionalGeneration, image_id: int, batch: Batch) -> tuple[Tensor, float]:
     """The loss on the answers, and the share of them that greedy decoding gets right, end token included."""
+    batch = batch.to(model.device)
     # Padding is on the right and attention is causal, so nothing needs masking but the loss.
     output = model(
         input_ids=batch.ids,
@@ -107,13 +112,13 @@ def learn(model: Qwen2_5_VLForConditionalGeneration, image_id: int, batch: Batch
 
 def train(
     model: Qwen2_5_VLForConditionalGeneration, encoder: Encoder, batches: Iterator[Sequence[Row]], target: float,
-    max_steps: int, report: Callable[[int, float, float], None],
+    max_steps: int, report: Callable[[int, float, float], None], learning_rate: float = LEARNING_RATE,
 ) -> float:  # fmt: skip
     """Train until `target` of the answers are right, at most `max_steps`; returns the share reached.
 
     report(step, share, loss) is called after every step.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=LEARNING_RATE_WARMUP_STEPS)
     window, share = deque[float](maxlen=WINDOW), 0.0
     for step, rows in enumerate(itertools.islice(batches, max_steps), start=1):
@@ -160,16 +165,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.4, help="share of right answers at which to stop")
     parser.add_argument("--max-steps", type=int, default=150)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     arguments = parser.parse_args()
     base, finished, unfinished = (arguments.directory / name for name in ("base", "warm", ".warm-unfinished"))
     torch.manual_seed(arguments.seed)
+    if arguments.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: a warm start needs no more
     encoder = Encoder(base)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32).train()
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(base, dtype=torch.float32).train().to(arguments.device)
     with (arguments.directory / "data" / "train.jsonl").open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     batches = shuffled_batches(rows, arguments.seed)
     report = progress_reporter(arguments.target)
-    share = train(model, encoder, batches, arguments.target, arguments.max_steps, report)
+    share = train(model, encoder, batches, arguments.target, arguments.max_steps, report, arguments.learning_rate)
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(base, unfinished)  # tokenizer, chat template and image processor stay as they are
     model.save_pretrained(unfinished)

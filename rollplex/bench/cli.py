@@ -166,5 +166,19 @@ def gradients(
     _print(claim.run(model, layers, prompts, images, pixels, group, new_tokens, device))
 
 
+@bench.command()
+def learn(
+    size: Annotated[str, typer.Option(help="Parameters of the model: 1m, 6m or 90m.")] = "90m",
+    device: Device = "auto",
+    seed: int = 0,
+    directory: Annotated[str | None, typer.Option(help="Where to keep the run's files; by default nowhere.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.field=value, of the size's recipe.")] = None,
+) -> None:
+    """A real task: a model with random weights, warm-started, then trained by rewards alone; held-out accuracy."""
+    from rollplex.bench import learn as claim
+
+    _print(claim.run(size, device, seed, directory, overrides=overrides or ()))
+
+
 def _print(result: dict[str, object]) -> None:
     typer.echo(json.dumps(result))
